@@ -11,6 +11,7 @@ from router.app.subscriptions import subscribe_routing
 from router.cache_state.hit_audit import HitAudit
 from router.cache_state.in_flight_prefixes import InFlightPrefixes
 from router.cache_state.sent_prefixes import SentPrefixes
+from router.cache_state.target_cache import TargetCaches
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.load.peer_load import PeerLoad
@@ -72,7 +73,7 @@ def make_routing(
         load,
         InFlightPrefixes(linger, clock),
         sent_prefixes,
-        HitAudit(indexer, sent_prefixes, clock=clock),
+        HitAudit(indexer, TargetCaches(), sent_prefixes, clock=clock),
         Learned(Rates(), clock),
         LoadSharing(load, peer_load or PeerLoad(5.0, 2.0, clock), []),
         clock,

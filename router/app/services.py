@@ -110,7 +110,7 @@ async def running_services(
         load = LoadTable()
         sharing = build_sharing(settings, load, worker_processes)
         noise = PromptNoise(tokenizers.text_of, settings.logs.prompt_text)
-        sampled = SampledTraffic(indexer.names, StoredPrompts(indexer), noise)
+        sampled = SampledTraffic(indexer.names, StoredPrompts(indexer, cache_state.audit.caches), noise)
         state = build_state(settings, fleet, indexer, load, sharing, cache_state)
         routing = build_routing(settings, state, fleet, indexer, tokenizers, sampled.kept, session=session)
         late_binding = state.policy.spec.late_binding

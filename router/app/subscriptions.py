@@ -28,12 +28,10 @@ def subscribe_routing(routing: Routing, fleet: Fleet) -> None:
     load, sharing, responses, audit = state.load, state.sharing, state.responses, state.audit
 
     def scraped(worker: Worker) -> None:
-        audit.draft_blocks.set_drafting(worker.url, worker.metrics.drafts)
-        audit.set_pooled(worker.url, worker.metrics.pooled)
+        audit.set_engine(worker.url, worker.metrics.drafts, worker.metrics.pooled)
 
     def removed(worker: Worker) -> None:
-        audit.draft_blocks.set_drafting(worker.url, drafts=False)
-        audit.set_pooled(worker.url, pooled=False)
+        audit.set_engine(worker.url, drafts=False, pooled=False)
 
     fleet.on_scrape += [selector.scraped, scraped]
     fleet.on_replaced.append(placement.replaced)

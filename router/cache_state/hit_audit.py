@@ -16,7 +16,7 @@ events. More than its own and the loadable ones are unexplained: the router does
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final, Protocol
 
 import structlog
@@ -26,8 +26,9 @@ from indexer.streams.sequence import StreamState
 from indexer.streams.session import StreamSession
 from indexer.targets import WorkerNames
 from router.apis.usage import Usage
-from router.cache_state.sent_prefixes import Retention, SentPrefixes
-from router.cache_state.target_audit import Basis, CachePrediction, DraftBlockCorrections, PredictionErrors, TargetAudit
+from router.cache_state.sent_prefixes import SentPrefixes
+from router.cache_state.target_audit import Basis, CachePrediction, PredictionErrors, TargetAudit
+from router.cache_state.target_cache import TargetCache, TargetCaches
 
 log = structlog.get_logger()
 
@@ -72,15 +73,17 @@ class Streams(Protocol):
 class HitAudit:
     """Compares the answers of every target with their predictions, and chooses the basis of the next ones.
 
+    - `caches`: what is known of each target's cache.
     - `distrusted`: the targets whose events are known to be wrong.
-    - `draft_blocks`: the targets whose hits are one block shorter than what they hold.
-    - `not_loading`: the targets that do not load what their pool or a peer has for them.
+    - `shortened`: the targets whose hits are one block shorter than what they hold.
+    - `drafting`: the URLs of workers whose engines draft.
     - `pooled_workers`: the URLs of workers whose engines report that they use a pool.
     """
 
     def __init__(
         self,
         indexer: Streams,
+        caches: TargetCaches,
         sent_prefixes: SentPrefixes,
         names: WorkerNames | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -88,116 +91,114 @@ class HitAudit:
     ) -> None:
         self._clock = clock
         self.names = names or WorkerNames()
+        self.caches = caches
         self._indexer = indexer
         self._stream = indexer.stream  # bound once: every request calls it
         self._sent_prefixes = sent_prefixes
         self._samples = samples
-        self._audits: dict[Target, TargetAudit] = {}
-        self.distrusted: set[Target] = set()
-        self.draft_blocks = DraftBlockCorrections()
-        self.not_loading: set[Target] = set()
+        self.distrusted: set[TargetCache] = set()
+        self.shortened: set[TargetCache] = set()
+        self.drafting: set[str] = set()
         self.pooled_workers: set[str] = set()
 
-    def set_pooled(self, url: str, pooled: bool) -> None:
-        """Set whether the engine of the worker at `url` reports that it uses a pool. Removed workers use none."""
-        if pooled:
-            self.pooled_workers.add(url)
-        else:
-            self.pooled_workers.discard(url)
+    def set_engine(self, url: str, drafts: bool, pooled: bool) -> None:
+        """Set whether the engine of the worker at `url` drafts, and whether it reports that it uses a pool."""
+        for urls, found in ((self.drafting, drafts), (self.pooled_workers, pooled)):
+            (urls.add if found else urls.discard)(url)
 
-    def forget(self, target: Target) -> None:
-        """Forget a target that was removed."""
-        self._audits.pop(target, None)
-        self.distrusted.discard(target)
-        self.not_loading.discard(target)
-        self.draft_blocks.forget(target)
+    def remove(self, worker: str, kept: Collection[Target] = ()) -> None:
+        """Remove the targets of the worker at a URL but those that are `kept`."""
+        for cache in self.caches.remove(worker, kept):
+            self._sent_prefixes.forget(cache)
+            self.distrusted.discard(cache)
+            self.shortened.discard(cache)
 
-    def answered(self, cache_prediction: CachePrediction, usage: Usage | None) -> None:
-        """Compare an answer with its prediction. `usage`: its token counts; None if the worker reports none."""
-        stream = self._stream(cache_prediction.target)
-        if cache_prediction.comparable and usage is not None:
-            self._compare(cache_prediction, usage, stream)
-        if self._basis(cache_prediction.target, stream) is _EVENTS:
-            if self._sent_prefixes.sent:
-                self._sent_prefixes.forget(cache_prediction.target)
+    def answered(self, cache: TargetCache, prediction: CachePrediction, usage: Usage | None) -> None:
+        """Compare an answer of a target with its prediction. `usage`: None if the worker reports no token counts."""
+        if cache.removed:
             return
-        if cache_prediction.comparable and usage is not None and usage.prompt and not cache_prediction.windowed:
-            self._learn_retention(cache_prediction, usage)
-        for hashes in cache_prediction.hashes:
-            self._sent_prefixes.remember(cache_prediction.target, hashes, cache_prediction.capacity)
+        stream = self._stream(cache.target)
+        if prediction.comparable and usage is not None:
+            self._compare(cache, prediction, usage, stream)
+        if self._basis(cache, stream) is _EVENTS:
+            if cache.sent is not None:
+                self._sent_prefixes.forget(cache)
+            return
+        if prediction.comparable and usage is not None and usage.prompt and not prediction.windowed:
+            self._learn_retention(cache, prediction, usage)
+        for hashes in prediction.hashes:
+            self._sent_prefixes.remember(cache, hashes, prediction.capacity)
 
-    def cached_in(self, cache_prediction: CachePrediction, usage: Usage) -> int | None:
+    def cached_in(self, cache: TargetCache, usage: Usage) -> int | None:
         """Return the cached tokens of an answer; None if its target never reported any. vLLM omits them if 0."""
-        audit = self._audits.get(cache_prediction.target)
+        audit = cache.audit
         return 0 if usage.cached is None and audit is not None and audit.reports_cached else usage.cached
 
     def basis(self, target: Target) -> Basis:
         """Return what a target's cached tokens are predicted from now."""
-        return self._basis(target, self._stream(target))
+        return self._basis(self.caches.find(target), self._stream(target))
 
-    def basis_and_completeness(self, target: Target, stream: StreamSession | None) -> tuple[Basis, bool]:
+    def basis_and_completeness(self, cache: TargetCache, stream: StreamSession | None) -> tuple[Basis, bool]:
         """Return the basis of a target, and whether all available events of its `stream` were applied."""
         complete = stream is not None and (stream.state is _LIVE or stream.state is _LOST)
-        return self._basis(target, stream), complete
+        return self._basis(cache, stream), complete
 
-    def _basis(self, target: Target, stream: StreamSession | None) -> Basis:
+    def _basis(self, cache: TargetCache | None, stream: StreamSession | None) -> Basis:
         if stream is None or stream.state is _CONNECTING:
             return _SENT_PREFIXES
-        audit = self._audits.get(target)
-        return _EVENTS if audit is None else audit.basis
-
-    def retention(self, target: Target) -> Retention | None:
-        """Return how much a target keeps, and for how long; None if its answers have not shown it."""
-        return self._sent_prefixes.learned(target)
+        return _EVENTS if cache is None or cache.audit is None else cache.audit.basis
 
     def audits(self) -> list[tuple[Target, TargetAudit]]:
         """Return all targets that were audited, with their figures."""
-        return list(self._audits.items())
+        return [(cache.target, cache.audit) for cache in self.caches if cache.audit is not None]
 
-    def _compare(self, cache_prediction: CachePrediction, usage: Usage, stream: StreamSession | None) -> None:
+    def _compare(
+        self, cache: TargetCache, prediction: CachePrediction, usage: Usage, stream: StreamSession | None
+    ) -> None:
         """Compare an answer with its prediction. `stream`: the event stream of its target."""
-        target = cache_prediction.target
-        audit = self._audits.get(target) or self._add_audit(target)
-        if not cache_prediction.by_text and not cache_prediction.media:
-            self._compare_lengths(audit, cache_prediction, usage)
+        audit = cache.audit
+        if audit is None:
+            audit = cache.audit = self._new_audit()
+        if not prediction.by_text and not prediction.media:
+            self._compare_lengths(cache.target, audit, prediction, usage)
         audit.reports_cached |= usage.cached is not None
         if not audit.reports_cached:
             return
-        cached, by_events = usage.cached or 0, cache_prediction.by_events  # vLLM omits it if nothing was cached
-        overlap = cache_prediction.overlap
-        if cache_prediction.by_text:
-            overlap = round(overlap * usage.prompt / (cache_prediction.tokens or 1))
+        cached, by_events = usage.cached or 0, prediction.by_events  # vLLM omits it if nothing was cached
+        overlap = prediction.overlap
+        if prediction.by_text:
+            overlap = round(overlap * usage.prompt / (prediction.tokens or 1))
         overlap = min(overlap, usage.prompt)
         audit.answers += 1
         audit.prompt_tokens += usage.prompt
-        audit.predicted_tokens += overlap + cache_prediction.loadable
+        audit.predicted_tokens += overlap + prediction.loadable
         audit.cached_tokens += cached
-        pooled = cache_prediction.pooled
-        loads = pooled or cache_prediction.loadable > 0
-        error = overlap - (cache_prediction.own_part(cached, overlap, pooled) if loads else cached)
+        pooled = prediction.pooled
+        loads = pooled or prediction.loadable > 0
+        error = overlap - (prediction.own_part(cached, overlap, pooled) if loads else cached)
         audit.wrong_tokens += abs(error)
         audit.errors.add(error, usage.prompt)
         # Earlier predictions do not reflect the events as they are read now.
         known_since = audit.judged_at if stream is None else max(stream.began_at, audit.judged_at)
-        if by_events is not None and cache_prediction.made_at > known_since:
-            own = cache_prediction.own_part(cached, by_events, pooled) if loads else cached
+        if by_events is not None and prediction.made_at > known_since:
+            own = prediction.own_part(cached, by_events, pooled) if loads else cached
             if own == cached == by_events:
-                self.draft_blocks.record_whole(target, cached)
-            elif own == cached and self._learn_draft_blocks(target, by_events, cached):
+                cache.draft_block.record_whole(cached)
+            elif own == cached and self._learn_draft_block(cache, by_events, cached):
                 self._restart_judgement(audit)
                 return
             drift = audit.add_event_error(by_events - own, usage.prompt, _TOLERANCE)
             if drift is not None:
-                self._change_basis(target, audit, drift)
+                self._change_basis(cache, audit, drift)
         if loads:
-            self._compare_loads(audit, cache_prediction, cached, overlap, usage.prompt, pooled)
+            self._compare_loads(cache.target, audit, prediction, cached, overlap, usage.prompt)
 
     def _compare_loads(
-        self, audit: TargetAudit, cache_prediction: CachePrediction, cached: int, own: int, prompt: int, pooled: bool
+        self, target: Target, audit: TargetAudit, prediction: CachePrediction, cached: int, own: int, prompt: int
     ) -> None:
         """Compare the loads of an answer with their prediction. `own`: the tokens that the target held itself."""
-        target, loadable = cache_prediction.target, cache_prediction.loadable
-        loaded = cache_prediction.loaded(cached, own)
+        loadable = prediction.loadable
+        loaded = prediction.loaded(cached, own)
         audit.loadable_tokens += loadable
         audit.loaded_tokens += loaded
         if loadable and cached >= own:
@@ -205,33 +206,29 @@ class HitAudit:
             not_loading = audit.load_errors.enough and audit.load_errors.share > _NOT_LOADED
             if not_loading is not audit.not_loading:
                 audit.not_loading = not_loading
-                (self.not_loading.add if not_loading else self.not_loading.discard)(target)
                 log.info(
                     "engine does not load pooled blocks" if not_loading else "engine loads pooled blocks again",
                     **self.names.about(target),
                 )
-        if pooled:
+        if prediction.pooled:
             unexplained = max(cached - own - loaded, 0)
             audit.unexplained_tokens += unexplained
             audit.unexplained_errors.add(unexplained, prompt)
             errors = audit.unexplained_errors
             audit.unexplained = errors.enough and errors.share > _TOLERANCE
 
-    def _learn_retention(self, cache_prediction: CachePrediction, usage: Usage) -> None:
+    def _learn_retention(self, cache: TargetCache, prediction: CachePrediction, usage: Usage) -> None:
         """Learn from an answer how much its target keeps, and for how long."""
-        audit = self._audits.get(cache_prediction.target)
-        if audit is None or not audit.reports_cached:
+        if cache.audit is None or not cache.audit.reports_cached:
             return
-        cached = cache_prediction.own_part(usage.cached or 0, cache_prediction.overlap, cache_prediction.pooled)
-        if cache_prediction.by_text:
-            cached = round(cached * cache_prediction.tokens / usage.prompt)
-        self._sent_prefixes.compare(
-            cache_prediction.target, cache_prediction.hashes[0], cached, cache_prediction.made_at
-        )
+        cached = prediction.own_part(usage.cached or 0, prediction.overlap, prediction.pooled)
+        if prediction.by_text:
+            cached = round(cached * prediction.tokens / usage.prompt)
+        self._sent_prefixes.compare(cache, prediction.hashes[0], cached, prediction.made_at)
 
-    def _change_basis(self, target: Target, audit: TargetAudit, drift: float) -> None:
+    def _change_basis(self, cache: TargetCache, audit: TargetAudit, drift: float) -> None:
         """Change the basis of a target's predictions if its answers require it. `drift`: the share of wrong tokens."""
-        right = drift <= _TOLERANCE
+        right, target = drift <= _TOLERANCE, cache.target
         if right and (stream := self._stream(target)) is not None and stream.first_missing:
             self._indexer.agree(target)
         match audit.basis:
@@ -244,10 +241,7 @@ class HitAudit:
             case _:
                 return
         self._restart_judgement(audit)
-        if audit.basis is Basis.SENT_PREFIXES:
-            self.distrusted.add(target)
-        else:
-            self.distrusted.discard(target)
+        (self.distrusted.add if cache.distrusted else self.distrusted.discard)(cache)
         log_change, change = (log.info, "are as predicted again") if right else (log.warning, "are not as predicted")
         log_change(
             f"cached tokens {change}",
@@ -256,19 +250,31 @@ class HitAudit:
             **self.names.about(target),
         )
 
-    def _learn_draft_blocks(self, target: Target, predicted: int, cached: int) -> bool:
-        block_size = self._indexer.block_size(target)
-        if block_size is None or not self.draft_blocks.record(target, predicted, cached, block_size):
+    def _learn_draft_block(self, cache: TargetCache, predicted: int, cached: int) -> bool:
+        """Learn from a wrong prediction whether a block of each hit is computed again. Return whether that changed."""
+        target, draft_block = cache.target, cache.draft_block
+        block_size, drafts = self._indexer.block_size(target), target.worker in self.drafting
+        if block_size is None or not draft_block.record(predicted, cached, block_size, drafts):
             return False
-        corrected = self.draft_blocks.tokens.get(target, 0)
+        corrected = draft_block.tokens
         log.info("the last tokens of each hit are computed again", tokens=corrected, **self.names.about(target))
-        if corrected:
-            registered = (registration.target for registration in self._indexer.registered())
-            same_model = [each for each in registered if (each.model, each.tenant) == (target.model, target.tenant)]
-            for each in self.draft_blocks.extend(target, same_model):
-                if (audit := self._audits.get(each)) is not None:
-                    self._restart_judgement(audit)
+        if not corrected:
+            self.shortened.discard(cache)
+            return True
+        self.shortened.add(cache)
+        for other in self._drafting_alike(target) if drafts else ():
+            if not other.draft_block.tokens and not other.draft_block.whole:
+                other.draft_block.tokens = corrected
+                self.shortened.add(other)
+                if other.audit is not None:
+                    self._restart_judgement(other.audit)
         return True
+
+    def _drafting_alike(self, target: Target) -> list[TargetCache]:
+        """Return the registered targets of the same model whose engines draft."""
+        registered = [registration.target for registration in self._indexer.registered()]
+        alike = [each for each in registered if (each.model, each.tenant) == (target.model, target.tenant)]
+        return [self.caches.of(each) for each in alike if each.worker in self.drafting]
 
     def _restart_judgement(self, audit: TargetAudit) -> None:
         audit.judged_at = self._clock()
@@ -276,8 +282,8 @@ class HitAudit:
         audit.last_event_errors.clear()
         audit.errors.clear()
 
-    def _compare_lengths(self, audit: TargetAudit, cache_prediction: CachePrediction, usage: Usage) -> None:
-        differ = cache_prediction.tokens != usage.prompt
+    def _compare_lengths(self, target: Target, audit: TargetAudit, prediction: CachePrediction, usage: Usage) -> None:
+        differ = prediction.tokens != usage.prompt
         audit.lengths_wrong += differ
         audit.length_errors.add(differ, 1)
         if not audit.length_errors.enough or audit.lengths_differ == (audit.length_errors.share > _TOLERANCE):
@@ -288,26 +294,16 @@ class HitAudit:
             log.warning(
                 "prompts are longer or shorter than counted here: another tokenizer or chat template",
                 share=share,
-                here=cache_prediction.tokens,
+                here=prediction.tokens,
                 there=usage.prompt,
-                **self.names.about(cache_prediction.target),
+                **self.names.about(target),
             )
         else:
-            log.info(
-                "prompts are as long as counted here again", share=share, **self.names.about(cache_prediction.target)
-            )
+            log.info("prompts are as long as counted here again", share=share, **self.names.about(target))
 
-    def _add_audit(self, target: Target) -> TargetAudit:
-        known = {registration.target for registration in self._indexer.registered()} | {target}
-        self._audits = {each: audit for each, audit in self._audits.items() if each in known}
-        self.distrusted &= known
-        self.not_loading &= known
-        self.draft_blocks.keep(known)
-        for each in self._sent_prefixes.targets():
-            if each not in known:
-                self._sent_prefixes.removed(each)
+    def _new_audit(self) -> TargetAudit:
         samples, few = self._samples, min(_FEW_ANSWERS, self._samples)
-        audit = TargetAudit(
+        return TargetAudit(
             PredictionErrors(samples),
             PredictionErrors(samples),
             PredictionErrors(samples),
@@ -315,5 +311,3 @@ class HitAudit:
             PredictionErrors(samples),
             PredictionErrors(samples),
         )
-        self._audits[target] = audit
-        return audit

@@ -15,6 +15,7 @@ from typing import Final
 from indexer import Indexer, MatchQuery, Target, UnknownModelError
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
 from indexer.streams.sequence import StreamState
+from router.cache_state.target_cache import TargetCache, TargetCaches
 
 # Prompts in a row that were not found, until they are a finding.
 MISSES: Final = 8
@@ -31,7 +32,7 @@ _UNKNOWN_BLOCK_SIZE: Final = 64
 class SentPrompt:
     """The beginning of a prompt that a target was sent. Call it when the request ends."""
 
-    target: Target
+    cache: TargetCache
     query: MatchQuery
     stored_before: int
     clock: Callable[[], float]
@@ -43,25 +44,20 @@ class SentPrompt:
         self.ended, self.failed = self.clock(), failed
 
 
-@dataclass(slots=True)
-class _Misses:
-    count: int = 0
-    stored_before: int = 0
-
-
 class StoredPrompts:
     """The look-ups of sent prompts, by target."""
 
-    def __init__(self, indexer: Indexer, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, indexer: Indexer, caches: TargetCaches, clock: Callable[[], float] = time.monotonic) -> None:
         self._indexer = indexer
+        self._caches = caches
         self._clock = clock
         self._waiting: deque[SentPrompt] = deque(maxlen=_MOST_WAITING)
-        self._misses: dict[Target, _Misses] = {}
 
     def sent(
-        self, target: Target, model: str, token_ids: PackedPrompt, adapter: str | None, salt: str | None
+        self, cache: TargetCache, model: str, token_ids: PackedPrompt, adapter: str | None, salt: str | None
     ) -> SentPrompt | None:
         """Return the record of a prompt that is sent to a target; `None` if it is too short or cannot be looked up."""
+        target = cache.target
         size = self._indexer.block_size(target) or _UNKNOWN_BLOCK_SIZE
         stored = self._stored(target)
         if stored is None or token_ids.media or self._indexer.window(target) is not None:
@@ -69,7 +65,7 @@ class StoredPrompts:
         if len(token_ids) <= _FEWEST_BLOCKS * size:
             return None
         beginning = PackedPrompt(token_ids.tokens[: (_MOST_BLOCKS * size + 1) * TOKEN_BYTES])
-        sent = SentPrompt(target, MatchQuery(model, beginning, adapter, salt), stored, self._clock)
+        sent = SentPrompt(cache, MatchQuery(model, beginning, adapter, salt), stored, self._clock)
         self._waiting.append(sent)
         return sent
 
@@ -84,14 +80,17 @@ class StoredPrompts:
     def findings(self) -> list[tuple[str, Target, str]]:
         """Return the findings: name, target and detail."""
         found = []
-        for target, misses in list(self._misses.items()):
+        for cache in self._caches:
+            target, unstored = cache.target, cache.unstored
+            if not unstored:
+                continue
             stored = self._stored(target)
             if stored is None:
-                del self._misses[target]  # removed, or its events are missing now
-            elif misses.count >= MISSES and stored == misses.stored_before:
-                found.append(("prefix_caching_off", target, f"none of the last {misses.count} prompts was stored"))
-            elif misses.count >= MISSES:
-                detail = f"none of the last {misses.count} prompts is found in the events that it sends"
+                cache.unstored = 0  # its events are missing now
+            elif unstored >= MISSES and stored == cache.stored_before:
+                found.append(("prefix_caching_off", target, f"none of the last {unstored} prompts was stored"))
+            elif unstored >= MISSES:
+                detail = f"none of the last {unstored} prompts is found in the events that it sends"
                 found.append(("tokens_differ", target, detail))
         return found
 
@@ -101,11 +100,13 @@ class StoredPrompts:
         except (UnknownModelError, OverflowError, TypeError):
             return
         # Engines that ignore the rank of a request choose one themselves.
-        if any(match.target.worker == sent.target.worker for match in matches):
-            self._misses.pop(sent.target, None)
-        elif self._stored(sent.target) is not None:
-            misses = self._misses.setdefault(sent.target, _Misses(0, sent.stored_before))
-            misses.count += 1
+        cache, target = sent.cache, sent.cache.target
+        if any(match.target.worker == target.worker for match in matches):
+            cache.unstored = 0
+        elif self._stored(target) is not None:
+            if not cache.unstored:
+                cache.stored_before = sent.stored_before
+            cache.unstored += 1
 
     def _stored(self, target: Target) -> int | None:
         """Return the events that a target sent about stored blocks; `None` without a live stream."""

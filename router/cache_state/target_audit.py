@@ -9,12 +9,9 @@ reports that it drafts, but not by which method: drafts of n-grams leave hits wh
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
-
-from indexer import Target
 
 
 class Basis(StrEnum):
@@ -51,7 +48,6 @@ class CachePrediction:
     - `pooled`: whether the target loads from a pool, which the router may not follow.
     """
 
-    target: Target
     hashes: list[array[int]]
     tokens: int
     overlap: int
@@ -68,7 +64,6 @@ class CachePrediction:
 
     def __init__(
         self,
-        target: Target,
         hashes: list[array[int]],
         tokens: int,
         overlap: int,
@@ -83,7 +78,6 @@ class CachePrediction:
         loadable: int = 0,
         pooled: bool = False,
     ) -> None:
-        self.target = target
         self.hashes = hashes
         self.tokens = tokens
         self.overlap = overlap
@@ -220,74 +214,45 @@ class TargetAudit:
 _ANSWERS = 2
 
 
-class DraftBlockCorrections:
-    """The corrections of all targets.
+class DraftBlock:
+    """The block of each hit that a target's engine computes again.
 
-    - `tokens`: the tokens of the block to subtract from a hit, by target; only targets with a correction are keys.
-    - `drafting`: the URLs of workers whose engines draft. A single answer is enough for a correction there.
+    - `tokens`: the tokens to subtract from each hit; 0 without a correction.
+    - `whole`: whether its answers showed whole hits.
     """
 
+    __slots__ = ("_in_a_row", "tokens", "whole")
+
     def __init__(self) -> None:
-        self.tokens: dict[Target, int] = {}
-        self.drafting: set[str] = set()
-        self._in_a_row: dict[Target, int] = {}
-        self._whole: set[Target] = set()  # targets whose answers showed whole hits
+        self.tokens = 0
+        self.whole = False
+        self._in_a_row = 0
 
-    def set_drafting(self, url: str, drafts: bool) -> None:
-        """Set whether the engine of the worker at `url` drafts. Removed workers do not draft."""
-        if drafts:
-            self.drafting.add(url)
-        else:
-            self.drafting.discard(url)
-
-    def record_whole(self, target: Target, cached: int) -> None:
+    def record_whole(self, cached: int) -> None:
         """Record an answer that is as predicted: a whole hit, unless the target has a correction or no hit."""
         if cached:  # without a hit there is no block to subtract
-            self._in_a_row.pop(target, None)
-            if target not in self.tokens:
-                self._whole.add(target)
+            self._in_a_row = 0
+            if not self.tokens:
+                self.whole = True
 
-    def record(self, target: Target, predicted: int, cached: int, block_size: int) -> bool:
-        """Compare a wrong prediction with its answer, and return whether the target's correction changed.
+    def record(self, predicted: int, cached: int, block_size: int, drafts: bool) -> bool:
+        """Compare a wrong prediction with its answer, and return whether the correction changed.
 
         After a change, earlier predictions of the target are no longer comparable.
 
         - `predicted`: the predicted cached tokens, with the present correction.
         - `block_size`: the target's block size in tokens.
+        - `drafts`: whether the engine drafts. Then a single answer is enough, unless it showed whole hits.
         """
-        corrected = target in self.tokens
-        if predicted - cached != (-block_size if corrected else block_size):
-            self._in_a_row.pop(target, None)
+        if predicted - cached != (-block_size if self.tokens else block_size):
+            self._in_a_row = 0
             return False
-        answers = self._in_a_row[target] = self._in_a_row.get(target, 0) + 1
-        if answers < (1 if not corrected and self._may_have_draft_block(target) else _ANSWERS):
+        self._in_a_row += 1
+        if self._in_a_row < (1 if not self.tokens and drafts and not self.whole else _ANSWERS):
             return False
-        del self._in_a_row[target]
-        if corrected:
-            del self.tokens[target]
-            self._whole.add(target)
+        self._in_a_row = 0
+        if self.tokens:
+            self.tokens, self.whole = 0, True
         else:
-            self.tokens[target] = block_size
+            self.tokens = block_size
         return True
-
-    def extend(self, target: Target, others: Iterable[Target]) -> list[Target]:
-        """Apply a target's correction to others of its model that draft and have shown no whole hit; return these."""
-        if target.worker not in self.drafting:
-            return []
-        extended = [each for each in others if each not in self.tokens and self._may_have_draft_block(each)]
-        self.tokens.update(dict.fromkeys(extended, self.tokens[target]))
-        return extended
-
-    def forget(self, target: Target) -> None:
-        """Forget a target that was removed."""
-        self.tokens.pop(target, None)
-        self._in_a_row.pop(target, None)
-        self._whole.discard(target)
-
-    def keep(self, known: Collection[Target]) -> None:
-        """Forget all targets but the known ones."""
-        for each in (self.tokens.keys() | self._in_a_row.keys() | self._whole) - set(known):
-            self.forget(each)
-
-    def _may_have_draft_block(self, target: Target) -> bool:
-        return target.worker in self.drafting and target not in self._whole

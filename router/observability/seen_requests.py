@@ -243,9 +243,10 @@ class SampledTraffic:
     def _check_later(self, stored: StoredPrompts, sample: Sample, prompt: RoutedRequest, whole: Assignment) -> None:
         """Look up a prompt after its answer, on the worker that computes it."""
         computes = whole.prefill or whole
-        served, target = computes.selection.rank.served, computes.target
+        rank = computes.selection.rank
+        served = rank.served
         if served.replacement is None:
-            sent = stored.sent(target, served.model, prompt.token_ids[0], served.adapter, prompt.cache_salt)
+            sent = stored.sent(rank.cache, served.model, prompt.token_ids[0], served.adapter, prompt.cache_salt)
             if sent is not None and sample.ended_at is not None:
                 sent(sample.failed)
             elif sent is not None:

@@ -28,7 +28,7 @@ from kvevents import Tier
 from router.apis.requests import RoutedRequest
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.cache_state.prefix_demand import PrefixDemand
-from router.cache_state.sent_prefixes import RecentPrefixes
+from router.cache_state.recent_prefixes import RecentPrefixes
 from router.load.peer_load import PeerLoad
 from router.load.target_load import ReservedLoad
 from router.policies.rates import Rates, RateTable

@@ -11,6 +11,7 @@ from indexer import Indexer
 from router.cache_state.hit_audit import HitAudit
 from router.cache_state.in_flight_prefixes import InFlightPrefixes
 from router.cache_state.sent_prefixes import SentPrefixes
+from router.cache_state.target_cache import TargetCaches
 from router.fleet.fleet import Fleet
 from router.load.running_prompts import RunningPrompts
 from router.load.target_load import LoadTable
@@ -43,7 +44,9 @@ class CacheState:
 def build_cache_state(indexer: Indexer) -> CacheState:
     """Return the cache state of an index's targets."""
     in_flight_prefixes, sent_prefixes = InFlightPrefixes(), SentPrefixes()
-    return CacheState(in_flight_prefixes, sent_prefixes, HitAudit(indexer, sent_prefixes, indexer.names))
+    return CacheState(
+        in_flight_prefixes, sent_prefixes, HitAudit(indexer, TargetCaches(), sent_prefixes, indexer.names)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,10 @@ def build_state(
     learned = Learned(Rates(), cpu_token=policy.cpu_token, disk_token=policy.disk_token)
     sources = pulls = None
     if settings.pulls.protocol is not None:
-        pulls = Pulls(settings.pulls, indexer, fleet.at, cache_state.audit.distrusted, indexer.names)
+        pulls = Pulls(settings.pulls, indexer, fleet.at, cache_state.audit.caches, indexer.names)
     if settings.pools or pulls is not None:
         prices = {pool.name: pool.price for pool in settings.pools if pool.price is not None}
-        sources = SourceFinder(indexer, pulls, learned.rates, prices, cache_state.audit.not_loading)
+        sources = SourceFinder(indexer, pulls, learned.rates, cache_state.audit.caches, prices)
     return RoutingState(
         fleet,
         indexer,

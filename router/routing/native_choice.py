@@ -62,7 +62,7 @@ class NativeChoice:
         served, indexer, audit = targets.served[0], self._indexer, self._audit
         if served.replacement is not None:
             return None
-        if audit.distrusted or audit.draft_blocks.tokens or indexer.salted or self._overlaps.uncached:
+        if audit.distrusted or audit.shortened or indexer.salted or self._overlaps.uncached:
             return None
         index, rows, salt = indexer.index, targets.rows_of[served], prompt.cache_salt
         if index.cleared:
@@ -91,7 +91,7 @@ class NativeChoice:
             in_flight = [(prefixes, holders) for prefixes, holders in in_flight if prefixes.prompts]
             for prefixes, holders in in_flight:
                 question.in_flight.append(prefixes.tree(holders, now))  # may release prompts: `prompts` may become 0
-            question.sent = self._sent.tree(rows.sent) if self._sent.sent else None
+            question.sent = self._sent.tree(rows.sent) if self._sent.holders else None
             chosen = index.choose_rows(question, prompt.token_ids[0], prompt.identities[0])
             if chosen is None:
                 return None

@@ -59,10 +59,10 @@ class OverlapFinder:
             if len(hashes) > 1:
                 earlier.update(chunks)
             self._correct_all(targets, served, found, by_events, chunks, tokens, now)
-            for target, block in self._audit.draft_blocks.tokens.items():
-                rank = targets.of_target.get(target)
+            for cache in self._audit.shortened:
+                rank = targets.of_target.get(cache.target)
                 if rank is not None and rank.served is served:
-                    _subtract_draft_block(found, by_events, rank.row, block)
+                    _subtract_draft_block(found, by_events, rank.row, cache.draft_block.tokens)
             if self.uncached:
                 self._clear_uncached(targets, found, by_events)
             overlaps.append((found, by_events))
@@ -79,14 +79,14 @@ class OverlapFinder:
         now: float,
     ) -> None:
         """Correct the index's overlaps by prompts in flight, here and of other routers, and by sent prefixes."""
-        distrusted = self._audit.distrusted
+        distrusted = [cache.target for cache in self._audit.distrusted]
         in_flight = self._prompts_in_flight(chunks, now)
         beyond = [
             rank
             for target, shared in in_flight.items()
-            if target not in distrusted
-            and (rank := targets.of_target.get(target)) is not None
+            if (rank := targets.of_target.get(target)) is not None
             and rank.served is served
+            and not rank.cache.distrusted
             and shared > found.tokens[rank.row]
         ]
         if self.forget_evicted(beyond):
@@ -98,8 +98,7 @@ class OverlapFinder:
         for target, shared in in_flight.items():
             rank = targets.of_target.get(target)
             if rank is not None and rank.served is served:
-                sent, trusted = sent_prefixes.get(target, 0), target not in distrusted
-                self._correct(found, by_events, rank, chunks, shared, sent, trusted, tokens)
+                self._correct(found, by_events, rank, chunks, shared, sent_prefixes.get(target, 0), tokens)
 
     def _add_earlier(
         self,
@@ -130,21 +129,21 @@ class OverlapFinder:
         chunks: array[int],
         in_flight: int,
         sent: int,
-        trusted: bool,
         tokens: int,
     ) -> None:
         """Correct the index's overlap of a target with a prompt of `tokens` tokens.
 
         - `in_flight`, `sent`: the tokens that the prompt shares with prompts in flight, and with sent prefixes.
-        - `trusted`: whether the target's events are right. If not, the index does not count.
+
+        If the target's events are wrong, the index does not count.
         """
-        row, target = rank.row, rank.target
+        row, target, trusted = rank.row, rank.target, not rank.cache.distrusted
         if in_flight or sent:
             window = self._indexer.window(target)
             if window is not None:
                 # Some groups of layers keep only the end of a prompt, so not all common tokens can be reused.
                 in_flight = self._in_flight_prefixes.resumable(target, chunks, window)
-                sent = self._sent_prefixes.resumable(target, chunks, window)
+                sent = self._sent_prefixes.resumable(rank.cache, chunks, window)
         if in_flight < found.tokens[row] and not sent and trusted:
             return
         if in_flight:
@@ -187,7 +186,8 @@ class OverlapFinder:
         while cleared:
             target = cleared.pop()  # one by one, because a thread adds to the set meanwhile
             self._in_flight_prefixes.forget_ended(target)
-            self._sent_prefixes.forget(target)
+            if (cache := self._audit.caches.find(target)) is not None:
+                self._sent_prefixes.forget(cache)
 
     def _matches(
         self, rows: TargetRows, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None

@@ -141,7 +141,7 @@ class Placement:
         attempt.most_tokens = prompt.max_tokens
         assignment = Assignment(selection, reservation, attempt)
         if self._state.sources is not None and source is not None:
-            assignment.release_load = self._state.sources.loads.reserve(target, source)
+            assignment.release_load = self._state.sources.loads.reserve(rank.cache, source)
             if source.peer is not None:
                 assignment.pull = source
         if self._predictions.tracks_slos:
@@ -213,14 +213,13 @@ class Placement:
         windowed, stream = self._indexer.window(target) is not None, self._indexer.stream(target)
         if windowed:
             hashes = [reusable_hashes(chunks, len(prompt.identities[number])) for number, chunks in enumerate(hashes)]
-        basis, complete = self._audit.basis_and_completeness(target, stream)
+        basis, complete = self._audit.basis_and_completeness(selection.rank.cache, stream)
         without_events = prompt.by_text or selection.rank.served.replacement is not None
         one_answer = len(prompt.token_ids) == prompt.answers == 1
         pooled = target.worker in self._audit.pooled_workers
         if self._state.sources is not None and not pooled:
             pooled = self._state.sources.has_pool(target)
         assignment.cache_prediction = CachePrediction(
-            target,
             hashes,
             prompt.tokens,
             assignment.overlap,
@@ -254,7 +253,7 @@ class Placement:
     def answered(self, assignment: Assignment, usage: Usage | None) -> None:
         """Learn from a complete answer, with the token counts that the worker reported, if it did."""
         if assignment.cache_prediction is not None:
-            self._audit.answered(assignment.cache_prediction, usage)
+            self._audit.answered(assignment.selection.rank.cache, assignment.cache_prediction, usage)
         if assignment.sample is not None:
             assignment.sample.usage = usage
         if assignment.watched is not None:
@@ -285,7 +284,7 @@ class Placement:
         if pull is None or pull.peer is None:
             return
         if prediction is not None and prediction.comparable and usage is not None:
-            cached = self._audit.cached_in(prediction, usage)
+            cached = self._audit.cached_in(assignment.selection.rank.cache, usage)
             if cached is not None:
                 block = self._indexer.block_size(assignment.target) or CHUNK_TOKENS
                 enough = assignment.decision.chosen.reused - block
@@ -305,14 +304,15 @@ class Placement:
         for target in worker.targets:
             self._in_flight_prefixes.forget(target)
             self._sharing.peer_load.forget_prompts(target)
-            self._sent_prefixes.forget(target)
+        self._forget_sent(worker)
+        self._audit.remove(worker.url, kept=worker.targets)
         self._state.gate.sessions.forget(worker.targets)
 
     def restarted(self, worker: Worker) -> None:
         """Forget what a worker was sent, because it has a new process. Its requests in flight count."""
         for target in worker.targets:
             self._in_flight_prefixes.forget_ended(target)
-            self._sent_prefixes.forget(target)
+        self._forget_sent(worker)
         self._state.gate.sessions.forget(worker.targets)
 
     def removed(self, worker: Worker) -> None:
@@ -323,10 +323,12 @@ class Placement:
         self._learned.forget(worker.url)
         for target in worker.targets:
             self._in_flight_prefixes.forget(target)
-            self._sent_prefixes.removed(target)
-            self._audit.forget(target)
-            if self._state.pulls is not None:
-                self._state.pulls.forget(target)
+        self._audit.remove(worker.url)
+
+    def _forget_sent(self, worker: Worker) -> None:
+        for cache in self._audit.caches:
+            if cache.target.worker == worker.url:
+                self._sent_prefixes.forget(cache)
 
 
 def _end_call(call: Call, attempt: Attempt, failed: bool) -> None:

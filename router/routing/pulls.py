@@ -25,6 +25,7 @@ from indexer import Match, MatchQuery, Target, UnknownModelError
 from indexer.targets import WorkerNames
 from kvevents import Tier
 from kvevents.endpoints import join_host_port
+from router.cache_state.target_cache import TargetCaches
 from router.fleet.discovery import Engine
 from router.fleet.worker import Worker
 from router.http.headers import Headers
@@ -116,11 +117,11 @@ class Pulls:
         settings: PullSettings,
         index: HostTiers,
         find_worker: Callable[[str], Worker | None],
-        distrusted: Collection[Target] = (),
+        caches: TargetCaches,
         names: WorkerNames | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the pulls of a fleet. `distrusted`: targets whose events are wrong, a set that changes."""
+        """Create the pulls of a fleet, between the targets of `caches`."""
         self.per_source = _MOST_FROM_ONE
         self.least_tokens = _LEAST_TOKENS
         self.on_ended: list[Callable[[PullResult, int], None]] = []
@@ -128,10 +129,9 @@ class Pulls:
         self._port = settings.port
         self._index = index
         self._find_worker = find_worker
-        self._distrusted = distrusted
+        self._caches = caches
         self._names = names or WorkerNames()
         self._clock = clock
-        self._failures: dict[Target, tuple[int, float]] = {}  # failures in a row, and the time of the last one
 
     def allows(self, path: str, answers: int, forms: Collection[PullProtocol]) -> bool:
         """Return whether a request may name a peer, in one of these forms. Several answers would pull with one id."""
@@ -187,7 +187,9 @@ class Pulls:
     def _peer(self, target: Target) -> Worker | None:
         """Return the worker of a target; None if the target cannot be pulled from now."""
         worker = self._find_worker(target.worker)
-        if worker is None or not self._speaks(worker) or self._paused(target) or target in self._distrusted:
+        cache = self._caches.find(target)
+        distrusted = cache is not None and cache.distrusted
+        if worker is None or not self._speaks(worker) or self._paused(target) or distrusted:
             return None
         if not worker.up or not worker.computes or not worker.health.circuit.closed:
             return None
@@ -199,19 +201,17 @@ class Pulls:
         """Record the result of a pull of `tokens` tokens."""
         for on_ended in self.on_ended:
             on_ended(result, tokens)
-        if result is PullResult.PULLED:
-            self.forget(target)
-            self.forget(peer)
-        elif result is PullResult.FAILED:
-            for end in (target, peer):
-                failures = self._failures.get(end, (0, 0.0))[0] + 1
-                self._failures[end] = failures, self._clock()
-                if failures == _FAILURES:
+        for end in (target, peer):
+            if self._find_worker(end.worker) is None:
+                continue  # it was removed
+            cache = self._caches.of(end)
+            if result is PullResult.PULLED:
+                cache.failed_pulls = 0
+            elif result is PullResult.FAILED:
+                cache.failed_pulls += 1
+                cache.pull_failed_at = self._clock()
+                if cache.failed_pulls == _FAILURES:
                     log.warning("pulls fail, pausing them", seconds=_PAUSE_SECONDS, **self._names.about(end))
-
-    def forget(self, target: Target) -> None:
-        """Forget the failures of a target."""
-        self._failures.pop(target, None)
 
     def _speaks(self, worker: Worker) -> bool:
         """Return whether a worker's engine understands the protocol, as far as that is known."""
@@ -219,7 +219,6 @@ class Pulls:
         return known is not None and (self._protocol is not PullProtocol.P2P or known.engine is Engine.VLLM)
 
     def _paused(self, target: Target) -> bool:
-        if target not in self._failures:
-            return False
-        failures, last = self._failures[target]
-        return failures >= _FAILURES and self._clock() - last < _PAUSE_SECONDS
+        cache = self._caches.find(target)
+        failed = cache is not None and cache.failed_pulls >= _FAILURES
+        return cache is not None and failed and self._clock() - cache.pull_failed_at < _PAUSE_SECONDS

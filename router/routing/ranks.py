@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from indexer import Target
 from router.apis.requests import RoutedRequest
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, chunk_root
+from router.cache_state.target_cache import TargetCache
 from router.fleet.worker import Worker
 from router.load.running_prompts import RunningPrompts
 from router.load.target_load import LoadTable, TargetLoad
@@ -39,6 +40,7 @@ class RoutableRank:
     """A DP rank of a worker, as the target of requests for one name, in the row `row` of the name's targets.
 
     - `load`: its load for all names, of this router, other routers and other clients.
+    - `cache`: what is known of its cache for the target's model, beside the index.
     - `capacity`: the blocks of its cache; None if unknown.
     - `full`: whether it has no room, so that evictions have a price. `LoadView` sets it.
     - `fill`: the share of its cache that holds blocks; 1 if unknown. `LoadView` sets it.
@@ -50,11 +52,12 @@ class RoutableRank:
     """
 
     def __init__(
-        self, worker: Worker, served: ServedModel, target: Target, load: TargetLoad, one_of_many: bool
+        self, worker: Worker, served: ServedModel, cache: TargetCache, load: TargetLoad, one_of_many: bool
     ) -> None:
         self.worker = worker
         self.served = served
-        self.target = target
+        self.target = cache.target
+        self.cache = cache
         self.load = load
         self.one_of_many = one_of_many
         self.weight = worker.settings.weight

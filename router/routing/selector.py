@@ -56,7 +56,7 @@ class TargetSelector:
         self._clock = state.clock
         self._policy = policy
         self._custom = state.policy.custom
-        self._directory = TargetDirectory(state.fleet, state.load)
+        self._directory = TargetDirectory(state.fleet, state.load, state.audit.caches)
         self._capacity = TargetCapacity(state.load, state.learned.outputs, state.running)
         self._candidates = CandidateFinder(state, self._directory, self._capacity, random)
         self.pairs = PairRules(disaggregation, state.fleet, random)

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Final, Protocol
 
 from indexer import MatchQuery, PoolHoldings, Target
+from router.cache_state.target_cache import TargetCache, TargetCaches
 from router.policies.rates import BoundedRegression, RateTable
 from router.policies.records import Source
 from router.routing.ranks import RoutableRank
@@ -124,42 +125,36 @@ class LoadRates:
 class SourceLoads:
     """The tokens that loads in flight move, by target and by peer that is pulled from."""
 
-    def __init__(self) -> None:
-        self._tokens: dict[Target, int] = {}
-        self._pulls: dict[Target, int] = {}
+    def __init__(self, caches: TargetCaches) -> None:
+        self._caches = caches
 
     def of(self, target: Target | None) -> int:
         """Return the tokens in flight to and from a target."""
-        return 0 if target is None else self._tokens.get(target, 0)
+        cache = None if target is None else self._caches.find(target)
+        return 0 if cache is None else cache.loading
 
     def pulls(self, peer: Target) -> int:
         """Return the number of pulls in flight from a peer."""
-        return self._pulls.get(peer, 0)
+        cache = self._caches.find(peer)
+        return 0 if cache is None else cache.pulled
 
-    def reserve(self, target: Target, source: Source) -> Callable[[], None]:
+    def reserve(self, target: TargetCache, source: Source) -> Callable[[], None]:
         """Reserve a load at both ends. Return the function that releases it, once."""
-        ends, held = [target] if source.peer is None else [target, source.peer], [source.tokens]
+        peer, held = None if source.peer is None else self._caches.of(source.peer), [source.tokens]
+        ends = [target] if peer is None else [target, peer]
         for end in ends:
-            self._tokens[end] = self._tokens.get(end, 0) + source.tokens
-        if source.peer is not None:
-            self._pulls[source.peer] = self.pulls(source.peer) + 1
+            end.loading += source.tokens
+        if peer is not None:
+            peer.pulled += 1
 
         def release() -> None:
             tokens = held.pop() if held else 0
             for end in ends if tokens else ():
-                _subtract(self._tokens, end, tokens)
-            if tokens and source.peer is not None:
-                _subtract(self._pulls, source.peer, 1)
+                end.loading -= tokens
+            if tokens and peer is not None:
+                peer.pulled -= 1
 
         return release
-
-
-def _subtract(amounts: dict[Target, int], target: Target, amount: int) -> None:
-    left = amounts[target] - amount
-    if left:
-        amounts[target] = left
-    else:
-        del amounts[target]
 
 
 class SourceFinder:
@@ -173,26 +168,25 @@ class SourceFinder:
         pools: Pools | None,
         peers: Peers | None,
         computing: RateTable,
+        caches: TargetCaches,
         prices: Mapping[str, float] | None = None,
-        not_loading: Collection[Target] = (),
         rates: LoadRates | None = None,
         random: Random | None = None,
     ) -> None:
         """Create a finder.
 
         - `computing`: the rates at which workers compute.
+        - `caches`: the targets. Those whose answers lack their loads are not credited.
         - `prices`: the fixed prices of sources, as shares of computing. Those of other sources are learned.
-        - `not_loading`: the targets whose answers lack their loads. They are not credited.
         - `rates`: the rates of loads.
         - `random`: chooses between equal peers.
         """
         self.peers = peers
         self.rates = rates or LoadRates()
-        self.loads = SourceLoads()
+        self.loads = SourceLoads(caches)
         self._pools = pools
         self.computing = computing
         self._prices = prices or {}
-        self._not_loading = not_loading
         self._random = random or Random()
 
     def has_pool(self, target: Target) -> bool:
@@ -223,7 +217,7 @@ class SourceFinder:
                     held = own[rank.row]
                     tokens = holdings.loadable(held, len(query.token_ids) - 1)
                     if tokens > 0 and self._pools.loads_from(rank.target, holdings):
-                        source = self._source(rank.target, holdings.pool, tokens, computed)
+                        source = self._source(rank, holdings.pool, tokens, computed)
                         if rank.row not in found or source.saved > found[rank.row].saved:
                             found[rank.row] = source
         if pulls and self.peers is not None:
@@ -255,17 +249,19 @@ class SourceFinder:
             tokens = longest - own[rank.row]
             if tokens < least or rank.target == peer or not peers.may_pull(rank.target):
                 continue
-            source, before = self._source(rank.target, "peers", tokens, computed, peer), found.get(rank.row)
+            source, before = self._source(rank, "peers", tokens, computed, peer), found.get(rank.row)
             saves = source.saved > (0.0 if before is None else before.saved)
             if saves and source.load_seconds < self._computing_seconds(rank, own[rank.row], tokens):
                 found[rank.row] = source
 
-    def _source(self, target: Target, name: str, tokens: int, computed: float, peer: Target | None = None) -> Source:
+    def _source(
+        self, rank: RoutableRank, name: str, tokens: int, computed: float, peer: Target | None = None
+    ) -> Source:
         """Return a source of a target. `computed`: the mean seconds in which workers compute a token."""
-        waiting = max(self.loads.of(target), self.loads.of(peer))
+        waiting, audit = max(rank.cache.loading, self.loads.of(peer)), rank.cache.audit
         price = self._prices.get(name)
         start, token = self.rates.of(name) if price is None else (0.0, price * computed)
-        if target in self._not_loading:
+        if audit is not None and audit.not_loading:
             token = max(token, computed)
         return Source(name, tokens, token / computed, waiting, computed, peer, start / computed)
 

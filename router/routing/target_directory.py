@@ -11,6 +11,7 @@ from indexer import Target, TargetRows
 from indexer.index import ChoiceQuestion
 from router.apis.abilities import Ability
 from router.cache_state.in_flight_prefixes import HolderRows
+from router.cache_state.target_cache import TargetCaches
 from router.fleet.discovery import WorkerDescription
 from router.fleet.worker import Worker
 from router.load.target_load import LoadTable
@@ -59,7 +60,12 @@ class ModelTargets:
     """
 
     def __init__(
-        self, workers: Sequence[Worker], name: str | None, load: LoadTable, before: ModelTargets | None = None
+        self,
+        workers: Sequence[Worker],
+        name: str | None,
+        load: LoadTable,
+        caches: TargetCaches,
+        before: ModelTargets | None = None,
     ) -> None:
         """Find the ranks of a name's workers. Unchanged workers keep those of `before`."""
         self.workers = list(workers)
@@ -80,7 +86,7 @@ class ModelTargets:
                 key = _served(worker, name)
                 if key not in served_of:
                     served_of[key] = ServedModel(*key)
-                ranks = _ranks(worker, served_of[key], load)
+                ranks = _ranks(worker, served_of[key], load, caches)
             self._found[worker] = (worker.description, worker.settings)
             self.of_worker[worker] = ranks
             for rank in ranks:
@@ -159,9 +165,10 @@ class ModelTargets:
 class TargetDirectory:
     """The targets of a fleet by the names that they serve."""
 
-    def __init__(self, fleet: RoutedFleet, load: LoadTable) -> None:
+    def __init__(self, fleet: RoutedFleet, load: LoadTable, caches: TargetCaches) -> None:
         self._fleet = fleet
         self._load = load
+        self._caches = caches
         self._version = -1
         # By name: the targets that answer requests, and those that only prefill.
         self._targets: list[dict[str | None, ModelTargets]] = [{}, {}]
@@ -175,7 +182,7 @@ class TargetDirectory:
         targets = self._targets[prefill].get(name)
         if targets is None:
             before = self._before[prefill].pop(name, None)
-            targets = ModelTargets(self._fleet.able(name, prefill), name, self._load, before)
+            targets = ModelTargets(self._fleet.able(name, prefill), name, self._load, self._caches, before)
             if targets.workers:  # names without workers are not cached: clients make them up
                 self._targets[prefill][name] = targets
         targets.read_health(self._fleet.health_version)
@@ -206,10 +213,15 @@ def _served(worker: Worker, name: str | None) -> tuple[str, str | None, str | No
     return known.model, known.adapter, known.root if name in worker.replaced_adapters else None
 
 
-def _ranks(worker: Worker, served: ServedModel, load: LoadTable) -> list[RoutableRank]:
-    targets = [worker.target(dp_rank, served.model) for dp_rank in worker.ranks()]
-    of_many = len(targets) > 1
-    return [RoutableRank(worker, served, target, load.of(worker.url, target.dp_rank), of_many) for target in targets]
+def _ranks(worker: Worker, served: ServedModel, load: LoadTable, caches: TargetCaches) -> list[RoutableRank]:
+    ranks = worker.ranks()
+    of_many = len(ranks) > 1
+    return [
+        RoutableRank(
+            worker, served, caches.of(worker.target(dp_rank, served.model)), load.of(worker.url, dp_rank), of_many
+        )
+        for dp_rank in ranks
+    ]
 
 
 def unavailable(message: str) -> RequestError:

@@ -12,6 +12,7 @@ from router.admission.admission import Admission
 from router.cache_state.hit_audit import HitAudit
 from router.cache_state.in_flight_prefixes import InFlightPrefixes
 from router.cache_state.sent_prefixes import SentPrefixes
+from router.cache_state.target_cache import TargetCaches
 from router.fleet.worker import Worker
 from router.load.running_prompts import RunningPrompts
 from router.load.target_load import LoadTable
@@ -155,7 +156,7 @@ def build_router(
     sent_prefixes = SentPrefixes(clock)
     learned = Learned(Rates(), clock, settings.cpu_token, settings.disk_token)
     policy = side.make_policy(random, learned, load)
-    audit = HitAudit(index, sent_prefixes, clock=clock)
+    audit = HitAudit(index, TargetCaches(), sent_prefixes, clock=clock)
     in_flight_prefixes = InFlightPrefixes(clock=clock)
     for prompts in (in_flight_prefixes, sharing.peer_load.prompts):
         prompts.evictions = index.index.evictions
@@ -167,7 +168,7 @@ def build_router(
     if sources is not None and side.sources:
         peers = SimulatedPeers(index.held) if sources.pulls else None
         rates = LoadRates(clock=clock)
-        state.sources = SourceFinder(pools, peers, learned.rates, rates=rates, random=Random(0))
+        state.sources = SourceFinder(pools, peers, learned.rates, audit.caches, rates=rates, random=Random(0))
     selector = TargetSelector(state, DisaggregationSettings(), random, side.slo_miss_cost)
     placement = Placement(state, selector)
     programs: Literal["auto", "off"] = "auto" if side.programs else "off"

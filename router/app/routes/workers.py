@@ -127,9 +127,10 @@ def _rank_load(services: Services, worker: Worker, dp_rank: int) -> dict[str, An
 def _learned(services: Services, target: Target) -> dict[str, Any]:
     """Return the learned facts about a DP rank's cache: bounds of what it keeps, and tokens computed again per hit."""
     found: dict[str, Any] = {}
-    if (kept := services.routing.state.audit.retention(target)) is not None:
+    cache = services.routing.state.audit.caches.find(target)
+    if cache is not None and (kept := cache.retention) is not None:
         found["retention"] = {"tokens": kept.tokens, "seconds": kept.seconds and round(kept.seconds, 1)}
-    if tokens := services.routing.state.audit.draft_blocks.tokens.get(target):
+    if cache is not None and (tokens := cache.draft_block.tokens):
         found["recomputed_tokens"] = tokens
     return found
 

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from indexer import Target
 from router.apis.usage import Usage
 from router.cache_state.billing_lines import BillingLines
 from router.cache_state.target_audit import CachePrediction
@@ -40,7 +39,7 @@ def lines(*workers: Any, setting: BillingLine = BillingLine.AUTO) -> BillingLine
 
 
 def answer(known: BillingLines, by: Any, predicted: int, cached: int | None, tokens: int = 4000) -> None:
-    prediction = CachePrediction(Target("w", 0, "m"), [], 4000, predicted, None, True, None, 0.0)
+    prediction = CachePrediction([], 4000, predicted, None, True, None, 0.0)
     known.answered(cast(Worker, by), prediction, Usage(tokens, 1, cached))
 
 

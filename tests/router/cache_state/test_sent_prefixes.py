@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from indexer import Target
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, prompt_hashes
-from router.cache_state.sent_prefixes import DEFAULT_CAPACITY, SentPrefixes
+from router.cache_state.recent_prefixes import DEFAULT_CAPACITY
+from router.cache_state.sent_prefixes import SentPrefixes
+from router.cache_state.target_cache import TargetCache
 
 A, B = Target("http://a", 0, "m"), Target("http://b", 0, "m")
 CHUNK = CHUNK_TOKENS
@@ -24,40 +26,40 @@ def overlap(prefixes: SentPrefixes, target: Target, *parts: int) -> int:
     return prefixes.overlaps(hashes(*parts)).get(target, 0) // CHUNK
 
 
-def remember(prefixes: SentPrefixes, target: Target, *parts: int, capacity: int | None = None) -> None:
-    prefixes.remember(target, hashes(*parts), capacity)
+def remember(prefixes: SentPrefixes, cache: TargetCache, *parts: int, capacity: int | None = None) -> None:
+    prefixes.remember(cache, hashes(*parts), capacity)
 
 
 def test_sent_prefix_is_predicted_for_its_target() -> None:
-    prefixes = SentPrefixes()
-    remember(prefixes, A, 1, 2, 3)
+    prefixes, cache = SentPrefixes(), TargetCache(A)
+    remember(prefixes, cache, 1, 2, 3)
     assert [overlap(prefixes, A, 1, 2, 4), overlap(prefixes, A, 2, 3), overlap(prefixes, B, 1, 2, 3)] == [2, 0, 0]
-    prefixes.forget(A)
+    prefixes.forget(cache)
     assert overlap(prefixes, A, 1, 2, 3) == 0
-    assert (prefixes.targets(), len(prefixes)) == ([], 0)
+    assert (prefixes.holders, len(prefixes)) == ({}, 0)
 
 
 def test_least_recent_prefix_is_evicted_first_from_its_end() -> None:
-    prefixes = SentPrefixes()
+    prefixes, cache = SentPrefixes(), TargetCache(A)
     for parts in ((1, 2, 3), (7, 8), (1, 2), (9,)):
-        remember(prefixes, A, *parts, capacity=5 * CHUNK)
+        remember(prefixes, cache, *parts, capacity=5 * CHUNK)
     assert [overlap(prefixes, A, 1, 2, 3), overlap(prefixes, A, 7, 8), overlap(prefixes, A, 9)] == [2, 2, 1]
-    remember(prefixes, A, 5, 6, capacity=5 * CHUNK)
+    remember(prefixes, cache, 5, 6, capacity=5 * CHUNK)
     assert [overlap(prefixes, A, 1, 2, 3), overlap(prefixes, A, 7, 8), overlap(prefixes, A, 5, 6)] == [2, 0, 2]
 
 
 def test_unknown_capacity_has_a_default_bound() -> None:
-    prefixes = SentPrefixes()
+    prefixes, cache = SentPrefixes(), TargetCache(A)
     for first in range(5):
-        remember(prefixes, A, *range(first * 10_000, first * 10_000 + 8_000))
+        remember(prefixes, cache, *range(first * 10_000, first * 10_000 + 8_000))
     assert len(prefixes) == DEFAULT_CAPACITY // CHUNK
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=30), st.integers(1, 20))
 def test_target_of_a_prefix_holds_all_shorter_prefixes(prompts: list[list[int]], capacity: int) -> None:
-    prefixes = SentPrefixes()
+    prefixes, cache = SentPrefixes(), TargetCache(A)
     for prompt in prompts:
-        remember(prefixes, A, *prompt, capacity=capacity * CHUNK)
+        remember(prefixes, cache, *prompt, capacity=capacity * CHUNK)
         assert len(prefixes) <= capacity
         if len(prompt) <= capacity:
             assert overlap(prefixes, A, *prompt) == len(prompt)
@@ -72,6 +74,7 @@ class Kept:
     def __init__(self, chunks: int, seconds: float = 1e9) -> None:
         self.now = 1000.0
         self.prefixes = SentPrefixes(lambda: self.now)
+        self.cache = TargetCache(A)
         self._chunks = chunks
         self._seconds = seconds
         self._held: dict[int, float] = {}  # each is a prefix, by its hash; the least recent first
@@ -94,8 +97,8 @@ class Kept:
             self._held[prefix] = self.now
         while len(self._held) > self._chunks:
             del self._held[next(iter(self._held))]
-        self.prefixes.compare(A, prompt, found * CHUNK, self.now)
-        self.prefixes.remember(A, prompt, None)
+        self.prefixes.compare(self.cache, prompt, found * CHUNK, self.now)
+        self.prefixes.remember(self.cache, prompt, None)
         self.promised += promised
         self.found += found
         self.wrong += max(promised - found, 0)
@@ -116,7 +119,7 @@ def test_capacity_is_learned_from_missed_predictions() -> None:
     assert kept.found > 100 * 20
     assert kept.wrong < 0.15 * kept.found
     assert kept.promised > 0.6 * kept.found
-    learned = kept.prefixes.learned(A)
+    learned = kept.cache.retention
     assert 60 * CHUNK <= learned.tokens <= 240 * CHUNK
 
 
@@ -129,7 +132,7 @@ def test_lifetime_is_learned_from_missed_predictions() -> None:
         kept.ask(*document(0), after=600.0)  # too late
     assert kept.ask(*document(0)) == (20, 20)
     assert kept.ask(*document(0), after=600.0) == (0, 0)
-    learned = kept.prefixes.learned(A)
+    learned = kept.cache.retention
     assert 1.0 < learned.seconds < 600.0
 
 
@@ -145,10 +148,12 @@ def test_one_answer_reveals_a_reset_cache() -> None:
     assert kept.ask(*document(1)) == (20, 20)
 
 
-def test_removed_worker_leaves_no_state() -> None:
-    kept = Kept(chunks=10)
-    kept.ask(*document(0))
-    kept.ask(*document(1))
-    kept.ask(*document(0))
-    kept.prefixes.removed(A)
-    assert (kept.prefixes.learned(A), len(kept.prefixes)) == (None, 0)
+def test_removed_target_leaves_no_state() -> None:
+    kept = Kept(chunks=10_000, seconds=300.0)
+    for _ in range(4):
+        kept.ask(*document(0), after=600.0)
+        kept.ask(*document(0))
+    assert kept.prefixes._expiring == {kept.cache}
+    kept.cache.removed = True
+    kept.prefixes.forget(kept.cache)
+    assert (kept.prefixes._expiring, kept.prefixes.holders, len(kept.prefixes)) == (set(), {}, 0)

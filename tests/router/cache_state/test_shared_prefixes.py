@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 from indexer.native import CORES
 from indexer.reference.shared_prefixes import PythonSharedPrefixes
 from indexer.shared_prefixes import SharedPrefixes, make_shared_prefixes
-from router.cache_state.sent_prefixes import RecentPrefixes
+from router.cache_state.recent_prefixes import RecentPrefixes
 
 if "native" in CORES:
     from indexer._native import SharedPrefixes as NativeSharedPrefixes

@@ -19,6 +19,7 @@ from indexer.targets import WorkerNames
 from router.apis.requests import RoutedRequest
 from router.apis.usage import Usage
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, prompt_hashes
+from router.cache_state.target_cache import TargetCache
 from router.fleet.worker import Worker
 from router.load.target_load import LoadTable, ReservedLoad, TargetLoad
 from router.observability.counters import Counter, Histogram
@@ -49,7 +50,7 @@ PROMPT = RoutedRequest("m").tokenized([PackedPrompt.of(range(100))], [PackedProm
 RANK = RoutableRank(
     Worker(WorkerSettings.model_validate({"url": "http://w2"})),
     ServedModel("m", None),
-    Target("http://w2", 0, "m"),
+    TargetCache(Target("http://w2", 0, "m")),
     TargetLoad(),
     False,
 )

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.make_routing import MODEL, make_fleet, make_routing
-from indexer import Indexer, Target
+from indexer import Indexer
 from indexer.hashing import MediaSpan, PackedPrompt
 from kvevents import BlockRemoved, BlockStored, EventBatch
 from router.apis.requests import RoutedRequest
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
-from router.cache_state.target_audit import DraftBlockCorrections
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.fleet.health import Outcome
@@ -190,10 +189,10 @@ async def test_sent_prefix_is_expected_until_its_request_fails(routing: Routing)
 
 
 async def test_recomputed_block_is_not_predicted(routing: Routing) -> None:
-    draft_blocks = routing.state.audit.draft_blocks = DraftBlockCorrections()
     sent = routing.placement.place(prompt(1))
-    for _ in range(2):
-        draft_blocks.record(Target(sent.worker.url, 0, MODEL), SHARED, SHARED - 16, 16)
+    audit, cache = routing.state.audit, sent.selection.rank.cache
+    cache.draft_block.tokens = 16
+    audit.shortened.add(cache)
     assert candidates(routing, prompt(2))[sent.worker.url].overlap == SHARED - 16
 
 

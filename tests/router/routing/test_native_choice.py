@@ -87,7 +87,10 @@ class Fixture:
         )
         state = self.routing.state
         capacity = TargetCapacity(state.load, state.learned.outputs, state.running)
-        finders = [CandidateFinder(state, TargetDirectory(fleet, state.load), capacity, Random(1)) for _ in range(2)]
+        finders = [
+            CandidateFinder(state, TargetDirectory(fleet, state.load, state.audit.caches), capacity, Random(1))
+            for _ in range(2)
+        ]
         self.native, self.in_steps = finders
         assert self.native.native is not None
         self.in_steps.native = None
@@ -118,12 +121,12 @@ class Fixture:
             case "wait", seconds:  # prompts that ended are released by the next choice
                 self.now += seconds
             case "forget", worker:
-                for prefixes in (state.in_flight_prefixes, state.sent_prefixes, self.peer_load.prompts):
+                for prefixes in (state.in_flight_prefixes, self.peer_load.prompts):
                     prefixes.forget(self.target(worker))
+                state.sent_prefixes.forget(state.audit.caches.of(self.target(worker)))
             case "sent", worker, prompt:
-                state.sent_prefixes.remember(
-                    self.target(worker), prompt_hashes(MODEL, None, None, packed(prompt)), None
-                )
+                cache = state.audit.caches.of(self.target(worker))
+                state.sent_prefixes.remember(cache, prompt_hashes(MODEL, None, None, packed(prompt)), None)
             case "peer", worker, prompt:
                 shared = prompt_hashes(MODEL, None, None, packed(prompt))[SHARED_STRIDE - 1 :: SHARED_STRIDE]
                 if shared:

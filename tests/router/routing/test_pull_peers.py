@@ -11,6 +11,8 @@ from manual_clock import Clock
 
 from indexer import Match, MatchQuery, Target
 from kvevents import Tier
+from router.cache_state.target_audit import Basis, PredictionErrors, TargetAudit
+from router.cache_state.target_cache import TargetCaches
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.worker import Worker
 from router.routing.pulls import PullEndpoint, PullResult, Pulls
@@ -49,7 +51,9 @@ def worker(url: str = "http://10.0.0.1:8000", ranks: int = 1, engine: Engine = E
 def pulls(*workers: Worker, protocol: PullProtocol = P2P, **options: Any) -> Pulls:
     by_url = {each.url: each for each in workers}
     targets = [each.target(dp_rank, "m") for each in workers for dp_rank in each.ranks()]
-    return Pulls(PullSettings(protocol=protocol), Index(*targets), by_url.get, **options)
+    return Pulls(
+        PullSettings(protocol=protocol), Index(*targets), by_url.get, options.pop("caches", TargetCaches()), **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,10 +98,12 @@ def test_workers_that_cannot_be_pulled_from() -> None:
     asleep.asleep = True
     ejected.health.circuit.open("status 503")
     every = (down, asleep, ejected, sglang, distrusted, two, fine)
-    wrong = {distrusted.target(0, "m")}
-    found = pulls(*every, distrusted=wrong).holders(QUERY, ())
+    caches = TargetCaches()
+    errors = [PredictionErrors(1) for _ in range(6)]
+    caches.of(distrusted.target(0, "m")).audit = TargetAudit(*errors, basis=Basis.SENT_PREFIXES)
+    found = pulls(*every, caches=caches).holders(QUERY, ())
     assert found == [(target, 2000, 16) for target in (two.target(0, "m"), two.target(1, "m"), fine.target(0, "m"))]
-    found = pulls(*every, protocol=SIDECAR, distrusted=wrong).holders(QUERY, ())
+    found = pulls(*every, protocol=SIDECAR, caches=caches).holders(QUERY, ())
     assert [target.worker for target, _, _ in found] == [sglang.url, fine.url]
 
 
@@ -129,7 +135,11 @@ def test_failures_in_a_row_pause_both_ends() -> None:
     clock.now += 61
     assert among.may_pull(target)
     assert among.endpoint(peer) is not None
-    among.forget(target)
-    among.ended(target, peer, 2000, PullResult.FAILED)
-    assert among.may_pull(target)
-    assert among.endpoint(peer) is None
+
+
+def test_pulls_of_a_removed_worker_leave_nothing() -> None:
+    one, other = worker(), worker("http://10.0.0.2:8000")
+    caches = TargetCaches()
+    among = pulls(one, caches=caches)
+    among.ended(one.target(0, "m"), other.target(0, "m"), 2000, PullResult.FAILED)
+    assert [(cache.target, cache.failed_pulls) for cache in caches] == [(one.target(0, "m"), 1)]

@@ -11,6 +11,7 @@ import pytest
 from manual_clock import Clock
 
 from indexer import MatchQuery, PoolHoldings, Target
+from router.cache_state.target_cache import TargetCaches
 from router.load.target_load import TargetLoad
 from router.policies.rates import Rates, RateTable
 from router.policies.records import Source
@@ -71,8 +72,10 @@ def finder(
 ) -> SourceFinder:
     prices = None if price is None else {"pool": price}
     among = peers or (SimulatedPeers(lambda _: []) if pulls else None)
-    computing = RateTable(Rates(token=COMPUTED))
-    return SourceFinder(pools, among, computing, prices, rates=LoadRates((start, share * COMPUTED)))
+    computing, caches = RateTable(Rates(token=COMPUTED)), TargetCaches()
+    for rank in RANKS:
+        rank.cache = caches.of(rank.target)
+    return SourceFinder(pools, among, computing, caches, prices, rates=LoadRates((start, share * COMPUTED)))
 
 
 def tokens(found: dict[int, Source]) -> dict[int, int]:
@@ -93,7 +96,7 @@ def test_target_loads_what_follows_its_own_tokens_in_the_pool() -> None:
 
 def test_target_pulls_from_the_longest_prefix_with_the_fewest_loads_and_never_from_itself() -> None:
     found = finder(None, pulls=True)
-    found.loads.reserve(TARGETS[0], Source("peers", 100, 0.1))
+    found.loads.reserve(RANKS[0].cache, Source("peers", 100, 0.1))
     sources = found.find(PROMPT, RANKS, array("I", [900, 900, 200]))
     assert tokens(sources) == {2: 700}
     assert sources[2].peer == TARGETS[1]
@@ -102,13 +105,13 @@ def test_target_pulls_from_the_longest_prefix_with_the_fewest_loads_and_never_fr
 def test_peer_is_chosen_by_its_host_tier_and_its_loads() -> None:
     own = array("I", [950, 850, 100])
     found = finder(None, pulls=True, share=0.1, peers=HostTiers(900, 850, 100))
-    found.loads.reserve(TARGETS[0], Source("pool", 50, 0.1))
+    found.loads.reserve(RANKS[0].cache, Source("pool", 50, 0.1))
     (source,) = found.find(PROMPT, RANKS, own).values()
     assert (source.peer, source.tokens) == (TARGETS[1], 750)  # within a block of the longest, with fewer loads
-    release = found.loads.reserve(TARGETS[2], source)
+    release = found.loads.reserve(RANKS[2].cache, source)
     (source,) = found.find(PROMPT, RANKS, own).values()
     assert (source.peer, source.tokens) == (TARGETS[0], 800)  # one pull from each is allowed
-    found.loads.reserve(TARGETS[2], source)
+    found.loads.reserve(RANKS[2].cache, source)
     assert found.find(PROMPT, RANKS, own) == {}
     release()
     (source,) = found.find(PROMPT, RANKS, own).values()
@@ -160,9 +163,10 @@ def test_cheaper_source_wins() -> None:
 
 
 def test_load_is_reserved_at_both_ends_and_released_once() -> None:
-    loads = SourceLoads()
-    release = loads.reserve(TARGETS[0], Source("peers", 700, 0.1, peer=TARGETS[1]))
-    other = loads.reserve(TARGETS[0], Source("pool", 50, 0.1))
+    caches = TargetCaches()
+    loads, target = SourceLoads(caches), caches.of(TARGETS[0])
+    release = loads.reserve(target, Source("peers", 700, 0.1, peer=TARGETS[1]))
+    other = loads.reserve(target, Source("pool", 50, 0.1))
     assert [loads.of(target) for target in (*TARGETS, None)] == [750, 700, 0, 0]
     release()
     release()
