@@ -1,4 +1,4 @@
-"""What the router knows of each target's cache beside the index: one object for each target, which goes with it."""
+"""The state of each target's cache that the index does not have. One object for each target is removed with it."""
 
 from __future__ import annotations
 

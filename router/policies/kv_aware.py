@@ -11,7 +11,7 @@ The cost of a target is counted in prefill tokens and needs no rates. The lowest
     loaded    the tokens that are loaded
     l         loads in flight to the target
     pending   uncached tokens already sent to the target whose first byte was not received
-    memory    the expected wait for KV memory (`router.routing.answer_time`)
+    memory    the expected wait for KV memory (`router.routing.load_view`)
     transfer  cached tokens in CPU memory or on disk, each at the price of loading it
     n, ctx    requests in flight to the target, and the tokens they hold
     φ         γ times the time that a token of context adds to an answer, in computed tokens

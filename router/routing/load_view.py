@@ -2,6 +2,23 @@
 
 A row is read again after the load of its target changed, so a choice costs the rows that changed since the last one.
 Time alone changes a row as well, by silent engines and by evictions. So all rows are read again at intervals, in parts.
+
+The cost of answers on a target, in computed tokens, by learned rates:
+
+    context_token   output · d / a
+    memory          lacking / used · output · (t0 + a·n + d·ctx) / a
+
+    output     expected tokens of an answer
+    n, ctx     requests in flight to the target, and the tokens they hold
+    a, t0, d   the target's seconds for a computed token, a step, and a token of context in a step
+    used       the share of its KV memory that requests use, as the engine reports it
+    lacking    the share that is missing when all requests have their prompts, and half of their answers
+
+Each step of an answer reads the context of all requests there. Near saturation, other prompts are computed between two
+tokens, and `d` learns a part of their time. So d / a counts at most as at the start, before anything is learned.
+
+Requests release their memory when they end, so all of it is released once in the time of an answer. A prompt waits
+until what is missing was released.
 """
 
 from __future__ import annotations
@@ -13,9 +30,9 @@ from typing import Final
 from indexer.index import Index
 from router.load.target_load import LoadTable, TargetLoad
 from router.policies import Candidate, CostColumns, LinearPolicy
+from router.policies.rates import Rates
 from router.prediction.learned import Learned
 from router.programs import Sessions
-from router.routing.answer_time import context_token, memory_wait
 from router.routing.ranks import RoutableRank
 
 # The interval in seconds at which all rows are read again, and the most rows that one request reads for it.
@@ -32,8 +49,30 @@ HORIZON: Final = 60.0
 _TIGHT: Final = 0.75
 # The share of a target's memory in use from which prefixes that its running prompts share are counted once.
 _SHARING_MATTERS: Final = 0.25
+# The least share of memory in use, by which the wait for memory is divided. Engines round what they report.
+_LEAST_USED: Final = 0.05
 # The weight of the first ten seconds in an average over `HORIZON` seconds.
 _LEAST_OBSERVED: Final = 1 - exp(-10.0 / HORIZON)
+
+
+def context_token(rates: Rates, start: Rates, output: float) -> float:
+    """Return the time in which the steps of an answer read a token of context. `start`: the assumed rates."""
+    return output * min(rates.context_token / rates.token, start.context_token / start.token)
+
+
+def memory_wait(
+    rates: Rates, output: float, requests: int, pending: int, context: int, used: float, capacity: int
+) -> float:
+    """Return the expected wait for KV memory.
+
+    - `pending`: the prompt tokens that were sent to the target and not computed yet.
+    - `used`: the share of its memory in use.
+    - `capacity`: the tokens that its memory holds.
+    """
+    lacking = used + (pending + (requests + 1) * output / 2) / capacity - 1
+    if lacking <= 0:
+        return 0.0
+    return lacking / max(used, _LEAST_USED) * output * rates.step_seconds(requests, context) / rates.token
 
 
 class PrefillShare:

@@ -48,7 +48,7 @@ class RoutableRank:
     - `counts_shared`: whether prefixes that prompts share count once, as much of its known memory is in use. `LoadView`
       sets it.
     - `rates`, `output`, `context_token`: its likely speed, the expected tokens of an answer, and the time that a token
-      of context adds to it (`router.routing.answer_time`). `LoadView` sets them.
+      of context adds to it (`router.routing.load_view`). `LoadView` sets them.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from indexer import Indexer
 from router.apis.requests import RoutedRequest
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.policies.rates import Rates
-from router.routing.answer_time import context_token, memory_wait
+from router.routing.load_view import context_token, memory_wait
 from router.settings import WorkerSettings
 
 RATES = Rates(step=0.01, token=4e-5, context_token=2e-8)
