@@ -49,7 +49,9 @@ class Kind(IntEnum):
 class RankLoad(msgspec.Struct, array_like=True, frozen=True):
     """The load of one router on a DP rank: the counts of `TargetLoad`, and the backlog in seconds.
 
-    `live`: the tokens that its live sessions need there.
+    - `live`: the tokens that its live sessions need there.
+    - `memory`: the tokens of KV memory that its requests will need at once; None from routers that do not know it.
+    - `prefill`: the predicted milliseconds of its prefills without a first byte.
     """
 
     worker: _Name
@@ -61,6 +63,8 @@ class RankLoad(msgspec.Struct, array_like=True, frozen=True):
     streamed: _Count
     backlog: _Seconds
     live: _Count = 0
+    memory: _Count | None = None
+    prefill: _Count = 0
 
 
 class SentPrompt(msgspec.Struct, array_like=True, frozen=True):

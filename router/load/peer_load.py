@@ -34,6 +34,8 @@ class PeerTargetLoad:
     waiting: int = 0
     streamed: int = 0
     live: int = 0
+    memory: int = 0
+    prefill: int = 0
 
 
 NOTHING = PeerTargetLoad()
@@ -186,3 +188,5 @@ def _add(total: PeerTargetLoad, load: RankLoad, sign: int) -> None:
     total.waiting += sign * load.waiting
     total.streamed += sign * load.streamed
     total.live += sign * load.live
+    total.prefill += sign * load.prefill
+    total.memory += sign * (load.context if load.memory is None else load.memory)

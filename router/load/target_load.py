@@ -19,6 +19,11 @@ _REFUSED_SECONDS = 0.25
 PREFILL_SHARE = 0.75
 # The multiple of its expected length up to which an answer is assumed to have grown.
 _LONGEST = 4
+# The factors by which `delay` changes with each scrape, and its highest value. Without streamed answers no rates are
+# learned, so that predictions are those of the settings.
+_SLOWER = 1.25
+_FASTER = 0.98
+_SLOWEST = 16.0
 # Maximum number of remembered changes. A reader that is further behind reads all loads again.
 _JOURNAL_LENGTH = 8192
 
@@ -68,6 +73,8 @@ class TargetLoad:
     - `limit`: what its engine can run at once.
     - `running`: the requests.
     - `paced_until`: the time until which a paced target receives no further prompt.
+    - `delay`: the factor by which prefills exceed their prediction, as the queue of its engine shows.
+    - `peers_prefill`: `peers.prefill`, as it was read last.
     - `refused`: the prompt and the output that do not fit, and until when that is known.
     - `slot`: the number of this load in its table and its `journal`, which records every change.
     - `prefills`: the requests without a first byte, the oldest first, with their predicted seconds.
@@ -101,6 +108,8 @@ class TargetLoad:
     limit: TargetLimit = field(default_factory=TargetLimit, compare=False, repr=False)
     running: dict[ReservedLoad, None] = field(default_factory=dict, compare=False, repr=False)
     paced_until: float = field(default=0.0, compare=False, repr=False)
+    delay: float = field(default=1.0, compare=False, repr=False)
+    peers_prefill: int = field(default=0, compare=False, repr=False)
     refused: tuple[float, int, int] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -116,13 +125,25 @@ class TargetLoad:
         return max(sum(self.prefills.values()) - (self.clock() - self.head_since), 0.0)
 
     @property
+    def prefill(self) -> int:
+        """The predicted milliseconds of this router's prefills without a first byte."""
+        return int(1000 * sum(self.prefills.values()))
+
+    @property
     def held(self) -> int:
-        """The tokens of KV memory that the prompts of all routers' requests need."""
-        return self.unshared + self.shared + self.peers.context
+        """The tokens of KV memory that this router's prompts need, and all requests of other routers."""
+        return self.unshared + self.shared + self.peers.memory
+
+    @property
+    def queues(self) -> bool:
+        """True if several requests wait in its engine for prefills whose ends are not visible."""
+        if self.pending == self.streamed and self.peers.pending == self.peers.streamed:
+            return False
+        return (self.engine.queue or 0) - self.engine.waiting > 1
 
     def is_paced(self, now: float) -> bool:
         """Return whether running answers need the time until `paced_until`, which a further prompt would take."""
-        return now < self.paced_until and self.requests > 1
+        return now < self.paced_until and self.requests + self.peers.requests > 1
 
     def fits(self, requests: float, prompt: int, output: int) -> bool:
         """Return whether one more request can run beside a number of others.
@@ -131,7 +152,7 @@ class TargetLoad:
           engine for memory, as the first one.
         """
         limit = self.limit
-        if not limit.has_slot(requests):
+        if not limit.has_slot(requests) or self.queues:
             return False
         if limit.memory is None or self.held + self.outputs + prompt + output <= limit.memory:
             return True
@@ -140,14 +161,25 @@ class TargetLoad:
         now, refused = self.clock(), self.refused
         if refused is not None and now < refused[0] and prompt >= refused[1] and output >= refused[2]:
             return False
-        share = (self.unshared + self.shared) / self.context if self.context else 1.0
-        running = [(float(output), float(prompt))]
-        for each in self.running:
-            running.append(each.expected(now, share))
-        if peak_tokens(running) + self.peers.context <= limit.memory:
+        if self._peak((float(output), float(prompt))) + self.peers.memory <= limit.memory:
             return True
         self.refused = now + _REFUSED_SECONDS, prompt, output
         return False
+
+    @property
+    def memory(self) -> int:
+        """The tokens of KV memory that this router's requests will need at once."""
+        if self.limit.memory is None:
+            return self.context
+        return self._peak()
+
+    def _peak(self, *further: tuple[float, float]) -> int:
+        """Return the tokens that this router's requests will need at once. `further`: requests beside them."""
+        share = (self.unshared + self.shared) / self.context if self.context else 1.0
+        now, running = self.clock(), list(further)
+        for each in self.running:
+            running.append(each.expected(now, share))
+        return peak_tokens(running)
 
     @property
     def under_way(self) -> tuple[int, float, float]:
@@ -230,8 +262,8 @@ class ReservedLoad:
         load.loads += self._loads
         if not load.prefills:
             load.head_since = now
-        load.paced_until = now + prefill_seconds / PREFILL_SHARE
         load.prefills[self] = prefill_seconds
+        load.paced_until = now + load.delay * prefill_seconds / PREFILL_SHARE
         load.changed()
 
     @property
@@ -308,7 +340,7 @@ def _no_peers(_: str, __: int) -> PeerTargetLoad:
     return NOTHING
 
 
-def _no_sessions(_: str, __: int) -> float:
+def _nothing(_: str, __: int) -> float:
     return 0.0
 
 
@@ -326,7 +358,7 @@ class LoadTable:
         self.on_change: list[Callable[[str, int], None]] = []
         self.journal = LoadJournal()
         self.peers_of: Callable[[str, int], PeerTargetLoad] = _no_peers
-        self.live_of: Callable[[str, int], float] = _no_sessions
+        self.live_of: Callable[[str, int], float] = _nothing
         self._slots = 0
         self._loads: dict[tuple[str, int], TargetLoad] = {}
 
@@ -352,7 +384,12 @@ class LoadTable:
         """Read the load of other routers on a DP rank, because it changed."""
         load = self._loads.get((worker, dp_rank))
         if load is not None:
-            load.peers = self.peers_of(worker, dp_rank)
+            load.peers = peers = self.peers_of(worker, dp_rank)
+            if peers.prefill > load.peers_prefill:
+                load.paced_until = max(
+                    load.paced_until, self._clock() + 0.001 * (load.prefill + peers.prefill) / PREFILL_SHARE
+                )
+            load.peers_prefill = peers.prefill
             self.journal.add(load.slot)
 
     def scraped(self, worker: str, dp_rank: int, engine: EngineView, capacity: int | None = None) -> None:
@@ -360,6 +397,7 @@ class LoadTable:
         load = self._loads.get((worker, dp_rank))
         if load is not None:
             load.engine = engine
+            load.delay = min(load.delay * _SLOWER, _SLOWEST) if load.queues else max(load.delay * _FASTER, 1.0)
             load.limit.read(engine, capacity, load.held + load.outputs, self._clock())
             self.journal.add(load.slot)
 

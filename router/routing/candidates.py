@@ -386,11 +386,12 @@ class CandidateFinder:
         each_row = limits.requests is not None or limits.tokens is not None or bool(limits.closed)
         each_row |= limits.paced and not limits.late_binding
         usual = prompt.hints is None and prompt.answers == 1 and not each_row
-        if usual and not view.tight and prompt.tokens + view.longest_output <= view.always_fits:
+        unsure = view.tight if limits.late_binding else view.tight | view.prefilling
+        if usual and not unsure and prompt.tokens + view.longest_output <= view.always_fits:
             return []
         demand, has_capacity, ranks = self._capacity.demand(prompt), self._capacity.has_capacity, targets.ranks
         if not each_row and demand.tokens + max(map(demand.output, targets.served), default=0) <= view.always_fits:
-            return [row for row in view.tight if not has_capacity(ranks[row], limits, demand)]
+            return [row for row in unsure if not has_capacity(ranks[row], limits, demand)]
         return [rank.row for rank in ranks if not has_capacity(rank, limits, demand)]
 
     def _usable(

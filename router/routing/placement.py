@@ -108,7 +108,7 @@ class Placement:
         if computes:
             reused, tokens = selection.reused, prompt.tokens
             uncached = max(tokens - reused, 1)
-            if needs_prompts:
+            if needs_prompts or self._running is not None:
                 seconds = self._learned.rates.prefill_seconds(
                     worker.url, target.model, tokens, reused, chosen.requests, chosen.context
                 )

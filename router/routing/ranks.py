@@ -14,6 +14,7 @@ from router.load.running_prompts import RunningPrompts
 from router.load.target_load import LoadTable, TargetLoad
 from router.policies.rates import Rates
 from router.prediction.learned import OutputLengths
+from router.routing.late_binding import is_busy
 
 
 class ServedModel:
@@ -82,7 +83,8 @@ class Limits:
     - `lenient`: whether a target may also receive the first request that does not fit beside the others, because no
       request waits in the router. It waits in the engine, and begins there at once when memory is free.
     - `paced`: whether targets compute prompts for a part of the time only, because the fleet refuses requests anyway.
-    - `late_binding`: whether requests wait for a paced target. Otherwise they are sent to another one.
+    - `late_binding`: whether requests wait for their target while it is busy or paced. Otherwise another one receives
+      them.
     """
 
     requests: int | None = None
@@ -181,7 +183,7 @@ class TargetCapacity:
         requests = load.requests + load.peers.requests + worker.metrics.get(rank.target.dp_rank).unseen
         if limits.computed and requests and not demand.fits(rank, requests, limits.lenient):
             return False
-        if limits.paced and not limits.late_binding and load.is_paced(load.clock()):
+        if limits.computed and not limits.late_binding and requests and is_prefill_busy(rank, True, limits):
             return False
         context = load.context + load.peers.context
         return limits.has_capacity(requests / rank.weight, context / rank.weight, demand.tokens)
@@ -200,6 +202,13 @@ class TargetCapacity:
         """Return when the first of the paced ranks may receive a prompt again; None if none is paced."""
         paced = [rank.load.paced_until for rank in ranks if rank.load.is_paced(rank.load.clock())]
         return min(paced, default=None)
+
+
+def is_prefill_busy(rank: RoutableRank, crowded: bool, limits: Limits) -> bool:
+    """Return whether a rank computes enough prompts for now. `crowded`: more requests wait than there are targets."""
+    if limits.paced and rank.load.is_paced(rank.load.clock()):
+        return True
+    return is_busy(rank.load, crowded, rank.load.peers.streamed, rank.weight)
 
 
 def without(workers: Sequence[Worker], excluded: Collection[Worker]) -> Sequence[Worker]:

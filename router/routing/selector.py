@@ -28,8 +28,8 @@ from router.routing.custom_choice import decide
 from router.routing.disaggregation.adapters import Adapter
 from router.routing.disaggregation.pair_rules import PairRules
 from router.routing.disaggregation.selection import DisaggregatedSelector
-from router.routing.late_binding import NO_TIME_TO_SPARE, is_busy, is_sooner
-from router.routing.ranks import NO_LIMITS, Limits, RoutableRank, TargetCapacity, without
+from router.routing.late_binding import NO_TIME_TO_SPARE, is_sooner
+from router.routing.ranks import NO_LIMITS, Limits, RoutableRank, TargetCapacity, is_prefill_busy, without
 from router.routing.state import RoutingState
 from router.routing.target_directory import TargetDirectory, unavailable, unknown_model
 from router.settings import DisaggregationSettings, Role
@@ -199,7 +199,7 @@ class TargetSelector:
         Without computed limits, a request waits only if it has another target to wait for.
         """
         may_wait = limits.computed or selection.decision.count > 1
-        return may_wait and _prefill_busy(selection.rank, crowded, limits)
+        return may_wait and is_prefill_busy(selection.rank, crowded, limits)
 
     def _sooner(
         self, prompt: RoutedRequest, selection: Selection, excluded: Collection[Worker], limits: Limits
@@ -211,7 +211,7 @@ class TargetSelector:
         now = self._clock()
         found = self._candidates.find(prompt, excluded, limits, now)
         ranks = found.targets.ranks
-        idle = found.without([row for row in found.view.prefilling if _prefill_busy(ranks[row], True, limits)])
+        idle = found.without([row for row in found.view.prefilling if is_prefill_busy(ranks[row], True, limits)])
         if not idle.count:
             return None
         other = idle.cheapest(prompt.tokens) or self._by_records(prompt, excluded, idle, now)
@@ -247,7 +247,7 @@ class TargetSelector:
             rank
             for rank in ranks
             if self._capacity.has_capacity(rank, limits, demand)
-            and not (late_binding and _prefill_busy(rank, crowded, limits))
+            and not (late_binding and is_prefill_busy(rank, crowded, limits))
         ]
         if not free or not limits.computed or not late_binding or not self._fleet.disaggregated:
             return bool(free)
@@ -269,7 +269,7 @@ class TargetSelector:
         if not prefills or any(rank.worker.role is not Role.DECODE for rank in free):
             return True
         crowded = waiting > len(prefills)
-        return not all(_prefill_busy(rank, crowded, limits) for rank in prefills)
+        return not all(is_prefill_busy(rank, crowded, limits) for rank in prefills)
 
     def waiting_per_target(self, prompt: RoutedRequest, excluded: Collection[Worker], waiting: int) -> float:
         """Return a number of waiting requests, divided by the number of targets of a request."""
@@ -279,7 +279,7 @@ class TargetSelector:
 
     def is_held_for(self, rank: RoutableRank, limits: Limits) -> bool:
         """Return whether late binding holds requests for a rank if more requests wait than there are targets."""
-        return _prefill_busy(rank, True, limits)
+        return is_prefill_busy(rank, True, limits)
 
     def opens_at(self, prompt: RoutedRequest) -> float | None:
         """Return when the first of a request's paced targets may receive a prompt again; None if none is paced."""
@@ -378,10 +378,3 @@ class SLOSelector:
 
     def _output(self, rank: RoutableRank, prompt: RoutedRequest) -> float:
         return self._outputs.of_request(rank.served.model, prompt)
-
-
-def _prefill_busy(rank: RoutableRank, crowded: bool, limits: Limits) -> bool:
-    """Return whether late binding holds requests for a rank. `crowded`: more requests wait than it has targets."""
-    if limits.paced and rank.load.is_paced(rank.load.clock()):
-        return True
-    return is_busy(rank.load, crowded, rank.load.peers.streamed, rank.weight)

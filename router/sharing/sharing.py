@@ -193,7 +193,8 @@ class LoadSharing:
     def _load(self, worker: str, dp_rank: int) -> RankLoad:
         load = self._table.of(worker, dp_rank)
         amounts = load.requests, load.pending, load.context, load.waiting, load.streamed
-        return RankLoad(worker, dp_rank, *amounts, round(load.backlog, 3), round(self._table.live_of(worker, dp_rank)))
+        live = round(self._table.live_of(worker, dp_rank))
+        return RankLoad(worker, dp_rank, *amounts, round(load.backlog, 3), live, load.memory, load.prefill)
 
     def changed(self, worker: str, dp_rank: int) -> None:
         """Send the load of a DP rank soon, because it changed."""

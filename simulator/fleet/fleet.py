@@ -252,7 +252,8 @@ class Simulation:
         tokens = [prompt_of(request, number, self.spec.block_tokens)]
         hints = request.hints if self.side.hints else None
         identity = Identity(request.session) if request.session else None
-        prompt = RoutedRequest(MODEL, streamed=True, identity=identity, hints=hints, path=_PATH).tokenized(tokens)
+        prompt = RoutedRequest(MODEL, streamed=request.streamed, identity=identity, hints=hints, path=_PATH)
+        prompt = prompt.tokenized(tokens)
         slo = None
         if self.side.slos and (wanted := request.slo) is not None:
             slo = SLO(wanted.ttft, wanted.tpot, now, wanted.service_level, wanted.refuses_late)
@@ -369,15 +370,22 @@ class Simulation:
             flight.outcome.cached, flight.outcome.loaded = computed.cached, computed.loaded
         else:
             flight.outcome.moved = computed.loaded
+        outcome = flight.outcome
+        if outcome.request.streamed:
+            self._seen(flight)
+        flight.router.observer.began(outcome.request, flight.assignment.target, outcome.begun - outcome.request.arrival)
+
+    def _seen(self, flight: _InFlight) -> None:
+        """Let the router see the first byte of an answer."""
         now = self.loop.time()
         flight.assignment.attempt.heard(now)
         flight.assignment.first_byte(now)
-        outcome = flight.outcome
-        flight.router.observer.began(outcome.request, flight.assignment.target, outcome.begun - outcome.request.arrival)
 
     def _answered(self, computed: EngineRequest) -> None:
         request = computed.request
         flight = self._in_flight.pop(id(request))
+        if not request.streamed:
+            self._seen(flight)
         flight.outcome.ended = self._now()
         now = self.loop.time()
         flight.assignment.attempt.end(AttemptOutcome.SUCCEEDED, now=now)

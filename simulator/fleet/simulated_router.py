@@ -179,7 +179,7 @@ def build_router(
 
     admission = side.make_admission(policy, make_admission)
     load.on_ended.append(admission.wake)
-    if admission.late_binding or type(admission) is not Admission:
+    if admission.late_binding or admission.limits.computed or type(admission) is not Admission:
         load.on_first_byte.append(admission.wake)
     sharing.on_update.append(admission.wake)
     observer = policy.choose if isinstance(policy.choose, Observer) else Observer()

@@ -87,6 +87,7 @@ class TracedRequest:
     - `hints`: what its agent reports of the session; None for nothing.
     - `priority`: lower is sooner.
     - `following`: the next request, which arrives `pause` seconds after the answer to this one, whatever its `arrival`.
+    - `streamed`: whether its answer is streamed. If not, the router sees its first byte when it ends.
     """
 
     arrival: float
@@ -100,6 +101,7 @@ class TracedRequest:
     following: TracedRequest | None = None
     pause: float = 0.0
     priority: int = 0
+    streamed: bool = True
 
 
 def read_trace(path: Path, limit: int | None = None) -> Trace:

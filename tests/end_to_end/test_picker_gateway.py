@@ -16,7 +16,7 @@ import trustme
 from envoy_client import DESTINATION, METHOD, EnvoyStream, Mode, headers, set_headers, streamed
 from grpc_call import channel_to
 from picker_under_test import BODY, JSON, PATH, STREAM, PickerUnderTest, picker
-from router_under_test import until
+from router_under_test import QUICK, until
 from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker, scripted_workers
 
 from router.auth import hashed_key
@@ -66,6 +66,35 @@ async def test_objective_with_higher_priority_is_routed_first(worker: ScriptedWo
             await waiting[objective].receive()
             before = waiting[objective]
         await before.finish()
+        await side.until_released()
+
+
+async def test_objective_with_higher_priority_is_routed_first_if_the_limit_computes_itself() -> None:
+    metrics = b"vllm:num_requests_running %d\nvllm:num_requests_waiting %d\n"
+    fleet = {"fleet": {**QUICK, "metrics_interval": 0.05}}
+    async with (
+        scripted_worker() as worker,
+        picker(worker.url, picker={"objectives": {"premium": 10, "standard": 5}}, **fleet) as (side, port),
+        channel_to(port) as channel,
+    ):
+        worker.metrics = metrics % (1, 1)
+        asked = PickerUnderTest(side, channel, [])
+        running = [(await asked.routed())[0], (await asked.routed())[0]]
+        await side.until_metric(1.0, "kvrouter_saturation", cause="slots")  # one runs, and one waits in the engine
+        waiting: dict[str, EnvoyStream] = {}
+        for number, objective in enumerate(("unknown", "standard", "premium"), 1):
+            stream = waiting[objective] = asked.stream()
+            await stream.head(PATH, JSON, (OBJECTIVE, objective))
+            await stream.body(BODY)
+            await side.until_queued(number)
+        worker.metrics = metrics % (1, 0)
+        for objective in ("premium", "standard", "unknown"):
+            await running.pop(0).finish()
+            await waiting[objective].receive()
+            await waiting[objective].receive()
+            running.append(waiting[objective])
+        for stream in running:
+            await stream.finish()
         await side.until_released()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from manual_clock import Clock
 
+from router.fleet.engine_metrics import EngineView
 from router.load.target_load import LoadTable, ReservedLoad, TargetLoad
 
 
@@ -135,3 +137,38 @@ def test_journal_counts_all_changes_and_keeps_the_last() -> None:
     assert table.journal.end == 100_001
     assert table.journal.slots[-1] == load.slot
     assert len(table.journal.slots) < 10_000
+
+
+def test_target_has_no_room_while_its_engine_queues_prompts_whose_end_is_not_visible() -> None:
+    load = TargetLoad(engine=EngineView(queue=2, running=9))
+    streamed = ReservedLoad(load, 100, 100, streamed=True)
+    assert load.fits(1, 10, 10)
+    whole = ReservedLoad(load, 100, 100)
+    assert not load.fits(2, 10, 10)
+    load.engine = EngineView(unseen=2, waiting=2, queue=2, running=9)  # of other clients
+    assert load.fits(2, 10, 10)
+    load.engine = EngineView(queue=2, running=9)
+    whole.release()
+    streamed.release()
+    assert load.fits(0, 10, 10)
+
+
+def test_pace_is_slower_than_predicted_while_an_engine_queues_such_prompts() -> None:
+    clock = Clock()
+    table = LoadTable(clock)
+    load = table.of("a", 0)
+    ReservedLoad(load, 100, 100, 0.75)
+    assert load.paced_until == clock.now + 1.0
+    for queue in (3, 3, 0):
+        table.scraped("a", 0, EngineView(queue=queue, running=9))
+    ReservedLoad(load, 100, 100, 0.75)
+    assert clock.now + 1.3 < load.paced_until < clock.now + 1.6
+
+
+def test_memory_of_a_load_counts_answers_until_they_end() -> None:
+    load = TargetLoad()
+    ReservedLoad(load, 100, 100, output=50)
+    assert load.memory == 100  # no limit needs it
+    load.limit.memory = 1000
+    ReservedLoad(load, 100, 100, output=20)
+    assert load.memory == 240  # when the short answer ends, each has 20 tokens

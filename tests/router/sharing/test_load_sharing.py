@@ -349,6 +349,24 @@ def test_each_load_has_the_load_of_other_routers_there_and_drops_it_with_them() 
     assert (known.peers.requests, table.of("new", 0).peers.requests) == (0, 0)
 
 
+def test_memory_and_prefills_of_other_routers_count_in_the_limit_and_the_pace() -> None:
+    clock = Clock()
+    table = LoadTable(clock)
+    peers = PeerLoad(EXPIRY, LINGER, clock)
+    LoadSharing(table, peers, [])
+    known = table.of("w", 0)
+    ReservedLoad(known, 10, 10, 0.3)
+    first = RankLoad("w", 0, 1, 40, 50, 1, 0, 0.0, memory=90, prefill=300)
+    peers.apply(Message("a", 1, Kind.NEWS, [first]))
+    assert known.held == 10 + 90
+    assert known.paced_until == clock.now + 0.8  # 0.6 seconds of prefill are 75 % of the time
+    clock.now += 0.5
+    peers.apply(Message("a", 2, Kind.NEWS, [first]))  # no prompt was sent since
+    assert known.paced_until == clock.now + 0.3
+    peers.apply(Message("b", 1, Kind.NEWS, [RankLoad("w", 0, 1, 40, 50, 1, 0, 0.0)]))  # it does not know its memory
+    assert known.held == 10 + 90 + 50
+
+
 async def test_lost_channel_is_only_a_finding() -> None:
     wire, table = Wire(), LoadTable()
     sharing = sharing_of(table, PeerLoad(EXPIRY, LINGER), [wire])
