@@ -19,6 +19,7 @@ from router.cache_state.target_audit import Basis, CachePrediction
 from router.fleet.health import Attempt
 from router.fleet.worker import Worker
 from router.load.target_load import ReservedLoad
+from router.policies.rates import prefill_seconds
 from router.prediction.learned import RequestTiming
 from router.programs import Call
 from router.routing.assignment import Assignment, Samples, Selection
@@ -109,9 +110,7 @@ class Placement:
             reused, tokens = selection.reused, prompt.tokens
             uncached = max(tokens - reused, 1)
             if needs_prompts or self._running is not None:
-                seconds = self._learned.rates.prefill_seconds(
-                    worker.url, target.model, tokens, reused, chosen.requests, chosen.context
-                )
+                seconds = prefill_seconds(rank.rates, tokens, reused, chosen.requests, chosen.context)
         output = 0.0
         if decodes and self._running is not None:
             output = self._learned.outputs.of_request(target.model, prompt)
