@@ -10,6 +10,7 @@ of agentic coding as AIPerf writes it: ARGS=--trace FILE. Without it, the genera
 - `batch`: all sessions begin within 30 s.
 - `beside`: 4 calls a second have no session.
 - `long tools`: 5 % of the pauses last 90 to 270 s.
+- `subagents`: 44 % of the sessions wait once for a subagent of up to 8 calls, whose session is its own.
 - `two routers`, `four routers`: each call arrives at a random one. They share their load.
 - `pairs`: half of the workers prefill, and the others decode.
 """
@@ -18,15 +19,17 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from random import Random
 from typing import Annotated
 
 import typer
 
+from benchmarks.policy.las import LEAST_SERVICE, LeastService
 from benchmarks.policy.sessions import AGENTS, Turn, chained, generated, recorded
 from benchmarks.policy.thunderagent import ThunderAgent
 from benchmarks.replicas.simulation import RouterChannel, RouterNetwork
@@ -52,6 +55,10 @@ _BESIDE_TOKENS = 2000, 150
 _LONG_TOOLS = 0.05
 _LONG_PAUSE = 90.0, 270.0
 _BATCH_SECONDS = 30.0
+# The share of sessions with a subagent, its most calls, and the first tokens of its prompts, which all sessions share.
+SUBAGENT_SHARE = 0.44
+_SUBAGENT_CALLS = 8
+_SHARED_TOKENS = 32_000
 _SHARING_DELAY = 0.005
 
 
@@ -62,6 +69,7 @@ class Cell(StrEnum):
     BATCH = "batch"
     BESIDE = "beside"
     LONG_TOOLS = "long tools"
+    SUBAGENTS = "subagents"
     TWO_ROUTERS = "two routers"
     FOUR_ROUTERS = "four routers"
     PAIRS = "pairs"
@@ -72,7 +80,7 @@ _ROUTERS = {Cell.TWO_ROUTERS: 2, Cell.FOUR_ROUTERS: 4}
 GATE = replace(OURS, name="kv_aware, programs", programs=True)
 THUNDERAGENT = replace(OURS, name="ThunderAgent")
 THUNDERAGENT_SHARED = replace(OURS, name="ThunderAgent, shared prefixes once")
-SIDES = (OURS, GATE, THUNDERAGENT, THUNDERAGENT_SHARED)
+SIDES = (OURS, GATE, THUNDERAGENT, THUNDERAGENT_SHARED, LEAST_SERVICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,7 @@ class Figures:
 
     - `returns`: the TTFT p90 of later turns. `held`: the longest wait from a call's last arrival.
     - `refused`: refusals. A refused call arrives again.
+    - `beside`: the TTFT p90 of calls without a session; 0 without such calls.
     """
 
     mean: float
@@ -91,6 +100,7 @@ class Figures:
     returns: float
     held: float
     refused: int
+    beside: float
 
 
 class Sessions(Simulation):
@@ -117,16 +127,18 @@ class Sessions(Simulation):
             router = replace(router, admission=rule)
         return router
 
-    def arriving(self, outcome: Outcome, prompt: RoutedRequest, router: SimulatedRouter) -> None:  # noqa: ARG002
+    def arriving(self, outcome: Outcome, prompt: RoutedRequest, router: SimulatedRouter) -> None:
         if isinstance(router.admission, ThunderAgent) and outcome.request.session:
             router.admission.arrives(outcome.request)
+        elif isinstance(router.admission, LeastService):
+            router.admission.arrives(outcome.request, prompt)
 
     def comes_again(self, outcome: Outcome) -> bool:  # noqa: ARG002
         return True
 
 
-def figures(outcomes: list[Outcome]) -> Figures:
-    """Return the figures of a run's outcomes."""
+def figures(outcomes: list[Outcome], first: float = FIRST) -> Figures:
+    """Return the figures of a run's outcomes from the second `first` on. Sessions of subagents are not counted."""
     refused = sum(each.refused for each in outcomes)
     calls = defaultdict[str, list[Outcome]](list)
     firsts: dict[tuple[str, int], float] = {}
@@ -141,21 +153,24 @@ def figures(outcomes: list[Outcome]) -> Figures:
     def arrived(each: Outcome) -> float:
         return firsts[each.request.session, each.request.input_tokens]
 
-    sessions = [of for of in calls.values() if FIRST <= arrived(of[0]) < SECONDS]
+    sessions = [of for of in calls.values() if of[0].request.program is None and first <= arrived(of[0]) < SECONDS]
     seconds = sorted(of[-1].ended - arrived(of[0]) for of in sessions)
     sent = [each for of in calls.values() for each in of]
-    steady = [each for each in sent if FIRST <= arrived(each) < SECONDS]
-    answered = [each for each in sent if FIRST <= each.ended < SECONDS]
-    later = [each.begun - arrived(each) for of in calls.values() for each in of[1:] if FIRST <= arrived(each) < SECONDS]
+    steady = [each for each in sent if first <= arrived(each) < SECONDS]
+    answered = [each for each in sent if first <= each.ended < SECONDS]
+    later = [each.begun - arrived(each) for of in calls.values() for each in of[1:] if first <= arrived(each) < SECONDS]
+    beside = [each.begun - each.request.arrival for each in outcomes if not each.request.session and not each.refused]
+    done = max(each.ended for each in sent)
     return Figures(
         sum(seconds) / max(len(seconds), 1),
         percentile(seconds, 0.9),
-        max(each.ended for each in sent),
-        sum(each.request.output_tokens for each in answered) / (SECONDS - FIRST),
+        done,
+        sum(each.request.output_tokens for each in answered) / (min(SECONDS, done) - first),
         sum(each.cached for each in steady) / max(sum(each.request.input_tokens for each in steady), 1),
         percentile(later, 0.9),
         max(each.sent - each.request.arrival for each in sent),
         refused,
+        percentile(beside, 0.9) if beside else 0.0,
     )
 
 
@@ -172,25 +187,58 @@ def run(side: Side, load: float, seed: int, trace: Path | None, ends: bool, cell
         requests = [replace(each, arrival=each.arrival * _BATCH_SECONDS / SECONDS) for each in requests]
     if cell is Cell.PAIRS:
         spec = replace(spec, prefill=WORKERS // 2, decode=WORKERS // 2)
+    if cell is Cell.SUBAGENTS:
+        ids = count(1 << 41)
+        requests = [with_subagent(each, ids, spec.block_tokens, random) for each in requests]
     if cell is Cell.LONG_TOOLS or ends:
         requests = [_changed(each, random if cell is Cell.LONG_TOOLS else None, ends) for each in requests]
         side = replace(side, hints=True)
     if cell is Cell.BESIDE:
         requests = sorted([*requests, *_beside(spec.block_tokens, random)], key=lambda each: each.arrival)
-    return figures(Sessions(spec, side, random, cell).run(requests))
+    return figures(Sessions(spec, side, random, cell).run(requests), 0.0 if cell is Cell.BATCH else FIRST)
 
 
 def _changed(request: TracedRequest, random: Random | None, ends: bool) -> TracedRequest:
     """Return a session with some long pauses, if there is a `random`, whose last request says so if it `ends`."""
-    chain = [request]
-    while chain[-1].following is not None:
-        chain.append(chain[-1].following)
     following = None
-    for each in reversed(chain):
-        hints = AgentHints(final=True) if ends and following is None else None
+    for each in reversed(_chain(request)):
+        last = following is None or following.session != each.session
+        hints = AgentHints(final=True) if ends and last and (following is None or each.program) else None
         long = random is not None and random.random() < _LONG_TOOLS
         pause = random.uniform(*_LONG_PAUSE) if long and random is not None else each.pause
         following = replace(each, hints=hints, following=following, pause=pause)
+    assert following is not None
+    return following
+
+
+def _chain(request: TracedRequest) -> list[TracedRequest]:
+    """Return a request and those that follow it."""
+    chain = [request]
+    while chain[-1].following is not None:
+        chain.append(chain[-1].following)
+    return chain
+
+
+def with_subagent(request: TracedRequest, ids: Iterator[int], block_tokens: int, random: Random) -> TracedRequest:
+    """Return a session that waits for a subagent after one of its answers, or the session alone.
+
+    The subagent's calls add the tokens that the session's first ones add.
+    """
+    chain = _chain(request)
+    if len(chain) < 2 or random.random() >= SUBAGENT_SHARE:
+        return request
+    turns = [
+        Turn(after.input_tokens - each.input_tokens - each.output_tokens, after.output_tokens, each.pause)
+        for each, after in pairwise(chain[: _SUBAGENT_CALLS + 1])
+    ]
+    turns[0] = replace(turns[0], added=turns[0].added + _SHARED_TOKENS)
+    prefix = request.blocks[: _SHARED_TOKENS // block_tokens]
+    subagent = _chain(chained(0.0, f"{request.session}, subagent", prefix, turns, ids, block_tokens))
+    place = random.randrange(len(chain) - 1)
+    following: TracedRequest | None = None
+    for each in reversed([*chain[: place + 1], *subagent, *chain[place + 1 :]]):
+        own = each if each.session == request.session else replace(each, program=request.session)
+        following = replace(own, following=following)
     assert following is not None
     return following
 
@@ -214,8 +262,8 @@ def main(
     """Compare the router with the gate for programs and without it, in virtual time."""
     kind = "agents" if trace is None else "coding"
     kind += "" if cell is Cell.USUAL else f", {cell}"
-    print("| sessions | load | router | seed | mean | p90 | all done | tokens/s | hits | TTFT p90 | held | refused |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    columns = "sessions, load, router, seed, mean, p90, all done, tokens/s, hits, TTFT p90, held, refused, beside"
+    print(f"| {columns.replace(', ', ' | ')} |\n|{'---|' * (columns.count(',') + 1)}")
     for each in load or [0.5, 0.7, 0.85, 1.0, 1.2]:
         for seed in range(seeds):
             for side in SIDES if others else SIDES[:2]:
@@ -225,7 +273,7 @@ def main(
                 print(
                     f"| {kind} | {each} | {side.name} | {seed} | {found.mean:,.0f} s | {found.p90:,.0f} s "
                     f"| {found.done:,.0f} s | {found.tokens:,.0f} | {found.hits:.3f} | {found.returns:.1f} s "
-                    f"| {found.held:,.0f} s | {found.refused} |  <!-- {took:.0f} s -->",
+                    f"| {found.held:,.0f} s | {found.refused} | {found.beside:.2f} s |  <!-- {took:.0f} s -->",
                     flush=True,
                 )
 

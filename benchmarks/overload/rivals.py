@@ -41,10 +41,13 @@ _IN_FLIGHT: Final = 32_768
 
 
 @dataclass(slots=True)
-class _Waiting:
+class HeldRequest:
+    """A request that waits since a time."""
+
     prompt: RoutedRequest
     tried: Collection[Worker]
     ticket: Ticket
+    since: float
     assignment: asyncio.Future[Assignment]
 
 
@@ -55,6 +58,7 @@ class HeldQueue(Admission):
       `late_status`.
     - `by_priority`: whether the highest priority is first. Then `most` holds for each priority.
     - `interval`: the least seconds between two requests of the queue that are sent.
+    - `retry_after`: the seconds after which a refused client tries again; None: its answer does not say.
     """
 
     most: ClassVar[int]
@@ -62,10 +66,11 @@ class HeldQueue(Admission):
     late_status: ClassVar[int]
     by_priority: ClassVar[bool]
     interval: ClassVar[float] = 0.0
+    retry_after: ClassVar[int | None] = None
 
     def begin(self) -> None:
         """Begin without waiting requests."""
-        self._heap: list[tuple[int, int, _Waiting]] = []
+        self._heap: list[tuple[int, int, HeldRequest]] = []
         self._numbers = count()
         self._bands: Counter[int] = Counter()  # waiting requests by priority
         self._pause: asyncio.Handle | None = None  # until the next request may be sent
@@ -86,9 +91,9 @@ class HeldQueue(Admission):
         """Return the assignment of a request once it may be sent. Raises RequestError."""
         band = ticket.priority if self.by_priority else 0
         if self._bands[band] >= self.most:
-            raise RequestError("The queue is full.", status=429)
+            raise RequestError("The queue is full.", status=429, retry_after=self.retry_after)
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(prompt, tried, ticket, loop.create_future())
+        waiting = HeldRequest(prompt, tried, ticket, self._clock(), loop.create_future())
         heappush(self._heap, (band, next(self._numbers), waiting))
         self._bands[band] += 1
         timer = loop.call_later(self.longest, self._late, waiting)
@@ -111,18 +116,29 @@ class HeldQueue(Admission):
             if not first.assignment.done():
                 if not self.may_send(first.prompt):
                     return
-                placed = super().place(first.prompt, first.tried, first.ticket)
+                chosen = self.chosen(first)
+                placed = super().place(chosen.prompt, chosen.tried, chosen.ticket)
                 assert placed is not None  # nothing else holds requests
-                first.assignment.set_result(placed)
+                chosen.assignment.set_result(placed)
                 if self.interval:
                     self._pause = asyncio.get_running_loop().call_later(self.interval, self._send)
-            heappop(self._heap)
+            if first.assignment.done():
+                heappop(self._heap)
             if self._pause is not None:
                 return
 
-    def _late(self, waiting: _Waiting) -> None:
+    def chosen(self, first: HeldRequest) -> HeldRequest:
+        """Return the waiting request that is sent next. `first`: the first one by priority and arrival."""
+        return first
+
+    def waiting(self) -> list[HeldRequest]:
+        """Return the waiting requests."""
+        return [each for _, _, each in self._heap if not each.assignment.done()]
+
+    def _late(self, waiting: HeldRequest) -> None:
         if not waiting.assignment.done():
-            waiting.assignment.set_exception(RequestError("The wait was too long.", status=self.late_status))
+            error = RequestError("The wait was too long.", status=self.late_status, retry_after=self.retry_after)
+            waiting.assignment.set_exception(error)
 
 
 def utilization(engines: Iterable[EngineView]) -> float:
@@ -173,8 +189,10 @@ def _begun(admission: Admission) -> Admission:
 class LlmD(RivalSide):
     """llm-d's scores behind its flow control."""
 
+    queue: ClassVar[type[Utilization]] = Utilization
+
     def make_admission(self, policy: NamedPolicy, make: Callable[[type[Admission]], Admission]) -> Admission:  # noqa: ARG002
-        return _begun(make(Utilization))
+        return _begun(make(self.queue))
 
 
 class VllmRouter(Side):

@@ -2,15 +2,17 @@
 
 Every program is bound to a worker, which its calls are sent to. Each 5 s:
 
-    resume   paused programs with a waiting call, then new ones, then idle ones, the smallest first, each onto the
-             worker with most tokens left below 0.85 of its KV cache, if it fits
+    resume   paused programs with a waiting call, then new ones, then idle ones, the smallest first, as many as fit
+             below 0.85 of all KV caches; then the largest first, each onto the worker with most tokens left, if it fits
     force    those that have waited for 1,800 s, onto the worker with most room
     pause    on workers above 0.95: idle programs, the smallest first, to 0.80; if that is not enough, each running
              program there after its answer
 
 A program is charged the tokens of its last call and 100 more. A new one waits while any program is paused, or if it
-fits on no worker. Constants and steps are those of the ThunderAgent plugin of ai-dynamo/dynamo: its admission policy,
-and the defaults of its configuration.
+fits on no worker. A final call never waits, and its program is charged no more.
+
+Sources: ai-dynamo/dynamo, lib/router-plugins/builtin/src/thunderagent: request_classifier/scheduler.rs at 862aef42,
+and config.rs at 8c8d7353.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ class _Program:
     - `tokens`, `blocks`: those of its last call, with its answer once it has ended.
     - `worker`: where its calls are sent. `acting_since`: when its last answer ended; None while it makes a call.
     - `marked`: it is paused after its answer. `deferred_since`: when its waiting call arrived.
+    - `final`: it makes its last call.
     """
 
     request: TracedRequest
@@ -54,6 +57,7 @@ class _Program:
     acting_since: float | None = None
     paused: bool = False
     marked: bool = False
+    final: bool = False
     steps: int = 0
     deferred_since: float = 0.0
     resumed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,7 +101,11 @@ class ThunderAgent(Admission):
         program.tokens, program.blocks = request.input_tokens, request.blocks
         program.acting_since, program.deferred_since = None, self._loop.time()
         program.resumed.clear()
-        if not program.paused and program.worker is None:
+        program.final = request.hints is not None and bool(request.hints.final)
+        if program.final:
+            program.paused = False
+            self._paused.discard(request.session)
+        elif not program.paused and program.worker is None:
             free = [each for each in self._workers if self._needs(program, each) <= self._capacity - self._used(each)]
             if (program.steps == 1 and self._paused) or not free:
                 program.paused = True
@@ -130,7 +138,7 @@ class ThunderAgent(Admission):
         return assignment
 
     def _others(self, program: _Program) -> list[Worker]:
-        return [worker for worker in self._workers if worker is not program.worker]
+        return [] if program.worker is None else [each for each in self._workers if each is not program.worker]
 
     def _bound(self, program: _Program, assignment: Assignment | None) -> Assignment | None:
         if assignment is not None:
@@ -140,7 +148,7 @@ class ThunderAgent(Admission):
     def _ended(self, program: _Program, failed: bool = False) -> None:  # noqa: ARG002
         """Let a program act, or forget it after its final call."""
         request = program.request
-        if request.hints is not None and request.hints.final:
+        if program.final:
             del self._programs[request.session]
             return
         program.tokens = request.input_tokens + request.output_tokens
@@ -159,7 +167,8 @@ class ThunderAgent(Admission):
         program.resumed.set()
 
     def _active(self, worker: Worker) -> list[tuple[str, _Program]]:
-        return [(name, each) for name, each in self._programs.items() if each.worker is worker and not each.paused]
+        programs = self._programs.items()
+        return [(name, each) for name, each in programs if each.worker is worker and not each.paused and not each.final]
 
     def _held(self, worker: Worker) -> set[int]:
         return set().union(*[program.blocks for _, program in self._active(worker)])
@@ -193,13 +202,21 @@ class ThunderAgent(Admission):
             self._pause_until_safe(worker)
 
     def _resume_smallest(self) -> None:
-        left = {worker.url: _RESUME_BELOW * self._capacity - self._used(worker) for worker in self._workers}
+        left = [(_RESUME_BELOW * self._capacity - self._used(each), each) for each in self._workers]
+        left = [each for each in left if each[0] > _BUFFER]
+        total, chosen = sum(tokens for tokens, _ in left), list[str]()
         for name in sorted(self._paused, key=lambda name: self._programs[name].group):
+            needed = min([self._needs(self._programs[name], worker) for _, worker in left], default=total + 1)
+            if needed <= total:
+                total -= needed
+                chosen.append(name)
+        for name in sorted(chosen, key=lambda name: -self._programs[name].tokens):
             program = self._programs[name]
-            for worker in sorted(self._workers, key=lambda worker: -left[worker.url]):
-                if left[worker.url] > _BUFFER and (needs := self._needs(program, worker)) <= left[worker.url]:
+            left.sort(key=lambda each: -each[0])
+            for place, (tokens, worker) in enumerate(left):
+                if (needed := self._needs(program, worker)) <= tokens:
                     self._resume(name, program, worker)
-                    left[worker.url] -= needs
+                    left[place] = tokens - needed, worker
                     break
 
     def _pause_until_safe(self, worker: Worker) -> None:

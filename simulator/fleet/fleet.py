@@ -251,7 +251,7 @@ class Simulation:
         outcome.number = number
         tokens = [prompt_of(request, number, self.spec.block_tokens)]
         hints = request.hints if self.side.hints else None
-        identity = Identity(request.session) if request.session else None
+        identity = Identity(request.session, request.program) if request.session else None
         prompt = RoutedRequest(MODEL, streamed=request.streamed, identity=identity, hints=hints, path=_PATH)
         prompt = prompt.tokenized(tokens)
         slo = None

@@ -86,6 +86,7 @@ class TracedRequest:
     - `finished`: the ids of the full blocks of prompt and answer, as the next turn of the conversation names them.
     - `hints`: what its agent reports of the session; None for nothing.
     - `priority`: lower is sooner.
+    - `program`: the session that its session is a subagent of; None for its own program.
     - `following`: the next request, which arrives `pause` seconds after the answer to this one, whatever its `arrival`.
     - `streamed`: whether its answer is streamed. If not, the router sees its first byte when it ends.
     """
@@ -102,6 +103,7 @@ class TracedRequest:
     pause: float = 0.0
     priority: int = 0
     streamed: bool = True
+    program: str | None = None
 
 
 def read_trace(path: Path, limit: int | None = None) -> Trace:
