@@ -411,7 +411,7 @@ class Admission:
         if selection is None:
             return _SATURATED
         call, room = ticket.call, self._room
-        if call is None or room is None or room.passes(call, selection):
+        if call is None or room is None or room.passes(call, prompt, selection):
             return selection, limits
         closed = room.closed(call, prompt, selection, behind)
         if closed:

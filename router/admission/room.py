@@ -126,13 +126,17 @@ class Room:
         charged = session.target if session.charged is not None else None
         return SeenSession(gate.sessions.state(session), charged, session.tokens, gate.closed, len(self), rooms)
 
-    def passes(self, call: Call, selection: Selection) -> bool:
-        """Return whether a call may go to any target."""
+    def passes(self, call: Call, prompt: RoutedRequest, selection: Selection) -> bool:
+        """Return whether a call may go to any target.
+
+        If prefill workers have time to spare, one of them computes a lost context without delaying other requests.
+        """
         call.held = False
         if len(selection.hashes) != 1:
             return True
         held = reachable(selection.best_overlap, selection.decision.chosen)
-        return self._gate.passes(call, selection.hashes[0], held, bool(self._waiting))
+        passes = self._gate.passes(call, selection.hashes[0], held, bool(self._waiting))
+        return passes or (selection.prefill is not None and self._selector.prefill_has_time(prompt))
 
     def closed(
         self, call: Call, prompt: RoutedRequest, selection: Selection, behind: bool

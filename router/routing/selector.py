@@ -281,6 +281,10 @@ class TargetSelector:
         """Return whether late binding holds requests for a rank if more requests wait than there are targets."""
         return is_prefill_busy(rank, True, limits)
 
+    def prefill_has_time(self, prompt: RoutedRequest) -> bool:
+        """Return whether the workers that only compute prompts have spare capacity."""
+        return self._directory.of(prompt.name, True).prefill_share.average < NO_TIME_TO_SPARE
+
     def opens_at(self, prompt: RoutedRequest) -> float | None:
         """Return when the first of a request's paced targets may receive a prompt again; None if none is paced."""
         return self._capacity.opens_at(self._directory.of(prompt.name).ranks)

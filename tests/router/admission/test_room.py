@@ -71,10 +71,12 @@ class Workers(SimulatedWorkers):
 class Fleet:
     """A router whose workers lose each context at once, so that every return is cold. Time is virtual."""
 
-    def __init__(self, workers: int = 1, queue: int = 1000, events: bool = True) -> None:
+    def __init__(
+        self, workers: int = 1, queue: int = 1000, events: bool = True, roles: Sequence[Role] | None = None
+    ) -> None:
         self.loop = VirtualTimeLoop()
         now = self.loop.time
-        roles = [Role.BOTH] * workers
+        roles = roles or [Role.BOTH] * workers
         self.workers = Workers(roles, CAPACITY, BLOCK, now)
         index = EventIndex(self.workers.registrations, events, now)
         router = build_router(self.workers, index, OURS, Random(1), now)
@@ -147,7 +149,7 @@ class Fleet:
     def prompt(self, session: str, blocks: int, program: str | None = None) -> RoutedRequest:
         ids = tuple(hash((session, number)) % 2**31 for number in range(blocks))
         traced = TracedRequest(0.0, BLOCK * blocks, 1, ids, ids, session)
-        prompt = RoutedRequest(MODEL, streamed=True, identity=Identity(session, program))
+        prompt = RoutedRequest(MODEL, streamed=True, identity=Identity(session, program), path="/v1/chat/completions")
         return prompt.tokenized([prompt_of(traced, next(self._numbers), BLOCK)])
 
     async def _call(self, sent: Sent, seconds: float, time: float | None, program: str | None) -> None:
@@ -165,6 +167,12 @@ class Fleet:
             return
         sent.sent = self.loop.time()
         self.placement.record_in_flight(prompt, assignment)
+        if (prefill := assignment.prefill) is not None:
+            prefill.attempt.heard()
+            prefill.attempt.end(Outcome.SUCCEEDED)
+            prefill.first_byte()
+            prefill.release()
+            assignment.prefilled()
         assignment.attempt.heard()
         assignment.first_byte()
         try:
@@ -306,6 +314,20 @@ def test_a_subagent_goes_before_new_sessions_that_came_earlier() -> None:
     other = fleet.at(11.0, "other", 18, 1.0)
     fleet.run()
     assert child.sent < min(call.sent for call in [*new, other])
+
+
+def test_calls_of_pairs_wait_only_while_prefill_workers_have_no_time_to_spare() -> None:
+    fleet = Fleet(roles=[Role.PREFILL, Role.DECODE])
+    fleet.close()
+    fleet.at(6.0, "first", 60, 200.0)
+    early = fleet.at(7.0, "early", 60, 1.0)
+    for second in range(8, 100, 4):
+        fleet.at(second, f"idle {second}", 1, 0.1)
+    late = fleet.at(100.0, "late", 60, 1.0)
+    fleet.run()
+    assert fleet.gate.closed
+    assert early.sent > early.arrived + 5
+    assert late.sent == late.arrived
 
 
 def test_many_sessions_of_a_tenant_leave_places_and_room_to_others() -> None:
