@@ -405,7 +405,7 @@ class Attempts:
         budget = self._services.budget
         if status == _SERVER_ERROR and self.may_break and (closes or self._leaves):
             assert self.assignment is not None
-            self._broken += 1
+            self._count_break(self.assignment.worker)
             self._services.fleet.probe_soon(self.assignment.worker)
             return Outcome.FAILED
         if status >= _SERVER_ERROR and status not in OVERLOADED:
@@ -428,7 +428,10 @@ class Attempts:
     @property
     def may_break(self) -> bool:
         """True if a 500 is retried as a break if its worker leaves or closes the connection."""
-        return self._transport is None and self.has_other and not self._breaks_again and not self._by_pair
+        if self._transport is not None or not self.has_other or self._by_pair:
+            return False
+        assert self.assignment is not None
+        return not self._breaks_again or self._is_withdrawn(self.assignment.worker)
 
     @property
     def _by_pair(self) -> bool:
@@ -439,7 +442,11 @@ class Attempts:
         """True if the worker was removed, or may receive no new requests."""
         assert self.assignment is not None
         worker = self.assignment.worker
-        return not worker.takes_work or self._services.fleet.at(worker.url) is not worker
+        return not worker.takes_work or self._is_withdrawn(worker)
+
+    def _is_withdrawn(self, worker: Worker) -> bool:
+        """Return whether a worker was removed or drained, as a deleted pod is: it ends for that reason."""
+        return worker.draining or self._services.fleet.at(worker.url) is not worker
 
     def _tries_other(self, status: int, data: bytes) -> bool:
         """Return whether another worker may accept a refused request, for its models, routes or longer context."""
@@ -555,11 +562,18 @@ class Attempts:
         if self._transport is None:
             self._sends -= 1
 
-    def ends_with_break(self) -> bool:
+    def ends_with_break(self, worker: Worker) -> bool:
         """Record that a worker broke off. Return whether no other worker may be sent the request, a possible cause."""
-        last = self._breaks_again
-        self._broken += 1
+        last = self._breaks_again and not self._is_withdrawn(worker)
+        self._count_break(worker)
         return not self._repeatable or last
+
+    def _count_break(self, worker: Worker) -> None:
+        """Count a break. That of a withdrawn worker is no attempt: in a rollout, all workers may end one by one."""
+        if self._transport is None and self._is_withdrawn(worker):
+            self._sends -= 1
+        else:
+            self._broken += 1
 
     @property
     def _breaks_again(self) -> bool:

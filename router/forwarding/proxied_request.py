@@ -551,7 +551,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         if isinstance(error, UnreachableError):
             attempts.not_reached()
             worker.note_refusal()
-        elif attempts.ends_with_break():
+        elif attempts.ends_with_break(worker):
             self._services.fleet.report_failure(worker, str(error))
             self.refuse(attempts.exhausted())
             return

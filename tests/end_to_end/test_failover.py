@@ -311,6 +311,41 @@ async def test_500_of_removed_worker_is_retried_elsewhere() -> None:
         assert [(reply.status, reply.worker) for reply in await asyncio.gather(*asking)] == [(200, good.url)] * 2
 
 
+async def hangs_up(exchange: Exchange) -> None:
+    await exchange.hang_up()
+
+
+@pytest.mark.parametrize("end", [broken, hangs_up])
+async def test_request_survives_the_end_of_every_worker_of_a_rollout(end: Script) -> None:
+    """More workers than `proxy.attempts` are removed and end, each with the request."""
+    removed = [asyncio.Event() for _ in range(4)]
+
+    def script(number: int) -> Script:
+        async def ends(exchange: Exchange) -> None:
+            await removed[number].wait()
+            await end(exchange)
+
+        return ends
+
+    async with (
+        scripted_workers(*map(script, range(4))) as old,
+        scripted_worker(stream) as new,
+        router(**TURNS, fleet={"slow_start": 0}) as routed,
+    ):
+        await routed.call("/workers", {"url": old[0].url})
+        await routed.until_up()
+        asking = asyncio.create_task(routed.call(PATH, BODY))
+        for worker, following, event in zip(old, [*old[1:], new], removed, strict=True):
+            await until(lambda worker=worker: worker.exchanges)
+            await routed.call("/workers", {"url": following.url})
+            await routed.until_up(2)
+            await routed.call(f"/workers?url={worker.url}", method="DELETE")
+            event.set()
+        reply = await asking
+        assert (reply.status, reply.worker) == (200, new.url)
+        await routed.until_released()
+
+
 async def test_request_that_ends_two_workers_with_500_is_not_sent_to_a_third() -> None:
     async with (
         scripted_workers(*[ends_as_uvicorn] * 3) as workers,
