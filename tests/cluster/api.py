@@ -11,6 +11,9 @@ from functools import cache
 from control_plane import ControlPlane
 from kube import Object
 
+# The namespace of the pods that routers discover. Dry runs of the same release are in another one.
+WATCHED = "watched"
+
 
 class RefusedError(Exception):
     """An object that the API server refuses. The message is the server's."""
@@ -65,13 +68,13 @@ def worker_pod(name: str) -> Object:
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [{"name": "worker", "image": "worker", "securityContext": security}],
     }
-    metadata = {"name": name, "namespace": "inference", "labels": labels}
+    metadata = {"name": name, "namespace": WATCHED, "labels": labels}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 def run_pod(api: Api, name: str, address: str) -> None:
     """Write a worker's pod and the status that a kubelet would write."""
-    pods = "/api/v1/namespaces/inference/pods"
+    pods = f"/api/v1/namespaces/{WATCHED}/pods"
     api.ask(pods, worker_pod(name))
     status = {"phase": "Running", "podIP": address, "podIPs": [{"ip": address}]}
     api.ask(f"{pods}/{name}/status", {"status": status}, "PATCH")
@@ -79,4 +82,4 @@ def run_pod(api: Api, name: str, address: str) -> None:
 
 def delete_pod(api: Api, name: str) -> None:
     """Delete a pod at once."""
-    api.ask(f"/api/v1/namespaces/inference/pods/{name}?gracePeriodSeconds=0", method="DELETE")
+    api.ask(f"/api/v1/namespaces/{WATCHED}/pods/{name}?gracePeriodSeconds=0", method="DELETE")

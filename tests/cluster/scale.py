@@ -25,7 +25,7 @@ import yaml
 
 sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "deploy")]
 
-from api import Api, delete_pod, run_pod
+from api import WATCHED, Api, delete_pod, run_pod
 from chart import named, of_kind, profile, render
 from control_plane import ControlPlane, Programs
 from kube import ROOT, new_namespace
@@ -104,14 +104,14 @@ def cluster(folder: Path) -> Iterator[tuple[ControlPlane, Api, dict[str, object]
     with Programs(folder) as programs:
         control_plane = ControlPlane(programs, free_ports(3), "127.0.0.1", [])
         control_plane.start()
-        with new_namespace(str(control_plane.kubeconfig), "inference") as namespace:
-            objects = render(profile("demo"))
+        with new_namespace(str(control_plane.kubeconfig), WATCHED) as namespace:
+            objects = render(profile("demo"), namespace=WATCHED)
             namespace.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}})
             for kind in ("ServiceAccount", "Role", "RoleBinding"):
                 namespace.apply(*of_kind(objects, kind))
             (folder / "token").write_text(namespace.kubectl("create", "token", "rel-kvrouter", "--duration=3h"))
             (folder / "ca.crt").write_bytes((control_plane.certificates / "ca.crt").read_bytes())
-            (folder / "namespace").write_text("inference")
+            (folder / "namespace").write_text(WATCHED)
             text = named(objects, "ConfigMap", "rel-kvrouter-config")["data"]["config.yaml"]
             yield control_plane, Api(control_plane), {"kubernetes": yaml.safe_load(text)["kubernetes"]}
 

@@ -20,7 +20,7 @@ import yaml
 helm_python = pytest.importorskip("helm_python", reason="make test-api-server installs it", exc_type=ImportError)
 pytestmark = pytest.mark.cluster
 
-from api import Api, RefusedError, delete_pod, run_pod  # noqa: E402
+from api import WATCHED, Api, RefusedError, delete_pod, run_pod  # noqa: E402
 from chart import named, of_kind, pod_templates, profile, render  # noqa: E402
 from control_plane import BINARY, ControlPlane, Programs  # noqa: E402
 from kube import Namespace, Object, new_namespace  # noqa: E402
@@ -40,8 +40,8 @@ CRDS = {
     "sigs.k8s.io/gateway-api-inference-extension@v1.2.1": "config/crd/bases",
     "sigs.k8s.io/lws@v0.7.0": "config/crd/bases",
     "github.com/kedacore/keda/v2@v2.18.1": "config/crd/bases",
+    "github.com/prometheus-operator/prometheus-operator@v0.85.0": "example/prometheus-operator-crd",
 }
-NOT_SERVED = {"monitoring.coreos.com/v1"}  # The definitions are not in a Go module.
 # The pods of these profiles lock memory for RDMA, which `restricted` and `baseline` refuse.
 PRIVILEGED = {"prefill-decode", "wide-ep"}
 
@@ -86,13 +86,20 @@ def namespace(control_plane: ControlPlane) -> Iterator[Namespace]:
 
 
 @pytest.fixture(scope="module")
+def watched(control_plane: ControlPlane) -> Iterator[Namespace]:
+    with new_namespace(str(control_plane.kubeconfig), WATCHED) as namespace:
+        namespace.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}})
+        yield namespace
+
+
+@pytest.fixture(scope="module")
 def api(control_plane: ControlPlane, namespace: Namespace) -> Api:  # noqa: ARG001
     return Api(control_plane)
 
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_every_object_is_accepted_strictly(api: Api, name: str) -> None:
-    objects = [found for found in render(RELEASES[name]) if found["apiVersion"] not in NOT_SERVED]
+    objects = render(RELEASES[name])
     assert objects
     for found in objects:
         api.dry_run(found)
@@ -167,10 +174,10 @@ def addresses(fleet: Fleet) -> set[str]:
 
 
 def test_watch_follows_pods_within_the_role(
-    namespace: Namespace, control_plane: ControlPlane, api: Api, tmp_path: Path
+    watched: Namespace, control_plane: ControlPlane, api: Api, tmp_path: Path
 ) -> None:
     """Also after a restart of the API server, which refuses everything until it has read its roles."""
-    watcher = Watcher(namespace, control_plane, tmp_path, profile("demo"))
+    watcher = Watcher(watched, control_plane, tmp_path, profile("demo"))
 
     async def follow() -> None:
         run_pod(api, "worker-1", "127.0.1.1")
@@ -192,17 +199,17 @@ def test_watch_follows_pods_within_the_role(
 
 
 def test_watch_follows_endpoint_slices_within_the_role(
-    namespace: Namespace, control_plane: ControlPlane, tmp_path: Path
+    watched: Namespace, control_plane: ControlPlane, tmp_path: Path
 ) -> None:
     values = profile("demo") | {"discovery": {"mode": "service", "service": "vllm"}}
-    watcher = Watcher(namespace, control_plane, tmp_path, values)
+    watcher = Watcher(watched, control_plane, tmp_path, values)
 
     def endpoints(*found: str) -> None:
         metadata = {"name": "vllm-1", "labels": {"kubernetes.io/service-name": "vllm"}}
         points = [{"addresses": [address], "conditions": {"ready": True}} for address in found]
         ports = [{"name": "http", "port": 8000, "protocol": "TCP"}]
         kind = {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4"}
-        namespace.apply(kind | {"metadata": metadata, "endpoints": points, "ports": ports})
+        watched.apply(kind | {"metadata": metadata, "endpoints": points, "ports": ports})
 
     async def follow() -> None:
         endpoints("10.1.0.1", "10.1.0.2")
