@@ -27,8 +27,8 @@ class Load:
         self.sent = self.answered = 0
         self.failures: list[dict[str, Any]] = []
 
-    async def chat(self, session: aiohttp.ClientSession) -> None:
-        """Send one chat, and count its outcome."""
+    async def chat(self, session: aiohttp.ClientSession, kept: bool) -> None:
+        """Send one chat, and count its outcome. `kept`: whether the session keeps its connections."""
         number = self.sent
         self.sent += 1
         stream = number % 2 == 0
@@ -42,8 +42,8 @@ class Load:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
-            seconds = round(time.time() - began, 2)
-            self.failures.append({"at": began, "seconds": seconds, "stream": stream, "problem": problem[:300]})
+            failure = {"at": began, "seconds": round(time.time() - began, 2), "stream": stream, "kept": kept}
+            self.failures.append(failure | {"problem": problem[:300]})
         else:
             self.answered += 1
 
@@ -67,16 +67,16 @@ async def main() -> None:
     given = parser.parse_args()
     load = Load(given.url, given.model, given.tokens)
     timeout = aiohttp.ClientTimeout(total=400, sock_connect=10)
-    fresh = aiohttp.TCPConnector(limit=0, force_close=True)
-    kept = aiohttp.TCPConnector(limit=0)
+    closing, keeping = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.TCPConnector(limit=0)
     async with (
-        aiohttp.ClientSession(connector=fresh, timeout=timeout) as own,
-        aiohttp.ClientSession(connector=kept, timeout=timeout) as shared,
+        aiohttp.ClientSession(connector=closing, timeout=timeout) as fresh,
+        aiohttp.ClientSession(connector=keeping, timeout=timeout) as kept,
         asyncio.TaskGroup() as chats,
     ):
         began = printed = time.monotonic()
         while not os.access(STOP, os.F_OK) and time.monotonic() < began + LONGEST:
-            chats.create_task(load.chat(own if load.sent % 4 < 2 else shared))
+            keeps = load.sent % 4 >= 2
+            chats.create_task(load.chat(kept if keeps else fresh, keeps))
             await asyncio.sleep(max(0.0, began + load.sent / given.rate - time.monotonic()))
             if time.monotonic() > printed + 1:
                 printed = time.monotonic()

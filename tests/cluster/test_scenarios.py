@@ -344,7 +344,7 @@ def test_killed_api_server_loses_no_request(release: Release, rows: Rows, folder
         os.kill(number, signal.SIGKILL)
         time.sleep(45)
         with (folder / "logs" / "apiserver.log").open("ab") as log:
-            subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            subprocess.run(["setsid", "--fork", *command], check=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         eventually(lambda: is_answered(release.namespace), "the API server answers")
         assert finish(load, rows, "the API server killed for 45 s").failures == []
 
