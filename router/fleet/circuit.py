@@ -73,6 +73,11 @@ class Circuit:
         """True if a request may begin. A request that begins nevertheless counts like any other."""
         return self.closed or (self._half_open_request is None and self._clock() >= self._opened_until)
 
+    @property
+    def at_risk(self) -> bool:
+        """True if it opens with the next failure, or is not closed."""
+        return not self.closed or self._failures + 1 >= self._limits.failures
+
     def begin(self) -> int:
         """Record the begin of a request and return its number."""
         self._begun += 1
@@ -83,12 +88,16 @@ class Circuit:
     def succeeded(self, number: int) -> None:
         """Record that a request succeeded. The circuit closes."""
         if self.closed or number >= self._first_since_opening:
-            closes = not self.closed
-            self.closed = self.untroubled = True
-            self._failures = self._openings = 0
-            self._half_open_request = self.reason = None
-            if closes and self._on_change is not None:
-                self._on_change()
+            self.close()
+
+    def close(self) -> None:
+        """Allow all requests, and forget all failures."""
+        closes = not self.closed
+        self.closed = self.untroubled = True
+        self._failures = self._openings = 0
+        self._half_open_request = self.reason = None
+        if closes and self._on_change is not None:
+            self._on_change()
 
     def failed(self, number: int, reason: str) -> None:
         """Record that a request failed because of the worker."""

@@ -6,6 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
+from math import inf
 from typing import Final
 
 from router.fleet.circuit import Circuit, CircuitLimits
@@ -17,6 +18,8 @@ RECENT_SECONDS = 60.0
 _ENOUGH = 2048
 # Seconds after which a full worker without requests in flight receives one, because no end or first byte can reopen it.
 FULL_SECONDS = 1.0
+# Seconds for which errors of a worker count for nothing after another worker answered a request with the same error.
+_EXCUSED_SECONDS = 2.0
 # Seconds after its last refusal in which a worker counts as full, unless it is closed and has requests in flight.
 _FORGET_FULL = 10.0
 
@@ -97,6 +100,7 @@ class Health:
         self.longest_answer = 0
         self._places: int | None = None  # requests that may begin while the worker counts as full; None: it does not
         self._refused_at = self._paused_until = 0.0
+        self._excused_at = -inf
 
     # Whether the worker is full, for all ranks together
 
@@ -220,6 +224,26 @@ class Health:
         since = self.clock() - RECENT_SECONDS
         return [result for result in self.last_results if result.at > since]
 
+    @property
+    def at_risk(self) -> bool:
+        """True if the next failure may eject it, because it is one of several."""
+        if self.circuit.at_risk:
+            return True
+        return sum(result.failed for result in self.results()) + 1 >= self._limits.failures
+
+    @property
+    def excused(self) -> bool:
+        """True if another worker has just answered the same error to one of its requests."""
+        return self.clock() < self._excused_at + _EXCUSED_SECONDS
+
+    def excuse(self) -> None:
+        """Forget the failures, because another worker answered the same error: the requests are at fault."""
+        self._excused_at = self.clock()
+        succeeded = [result for result in self.last_results if not result.failed]
+        self.last_results.clear()
+        self.last_results.extend(succeeded)
+        self.circuit.close()
+
     def forget(self) -> None:
         """Forget recent outcomes, because the worker was restarted or is ejected."""
         self.last_results.clear()
@@ -250,12 +274,17 @@ class Health:
         if outcome is _NEITHER or outcome is _REFUSED or outcome is _FULL:
             self.circuit.ended(number)
             return
-        failed = outcome is _FAILED
-        if failed:
-            self.circuit.failed(number, reason)
-        elif not self.circuit.untroubled:
+        if outcome is _FAILED:
+            self.failed(number, reason, now)
+            return
+        if not self.circuit.untroubled:
             self.circuit.succeeded(number)
-        self.last_results.append(Result(failed, now))
+        self.last_results.append(Result(False, now))
+
+    def failed(self, number: int, reason: str, now: float) -> None:
+        """Record that a request failed because of the worker. `number`: its number at the circuit."""
+        self.circuit.failed(number, reason)
+        self.last_results.append(Result(True, now))
 
 
 class Attempt:
@@ -330,6 +359,20 @@ class Attempt:
         health.ended(self, self._number, outcome, reason, now)
         if outcome is not _REFUSED and outcome is not _FULL:  # these had no place
             (health.worker or health).freed()
+
+    @property
+    def at_risk(self) -> bool:
+        """True if its failure may eject the worker or the rank."""
+        return self.health.at_risk or (self.health.worker is not None and self.health.worker.at_risk)
+
+    def settle(self, at_fault: bool, reason: str) -> None:
+        """Record after its end whether the request was at fault for its error, or failed because of the worker."""
+        health, now = self.health, self.health.clock()
+        for each, number in ((health.worker, self._of_worker), (health, self._number)):
+            if each is not None and at_fault:
+                each.excuse()
+            elif each is not None:
+                each.failed(number, reason, now)
 
 
 def latest(of_each: Sequence[list[FirstByte]]) -> list[FirstByte]:

@@ -27,7 +27,7 @@ from router.apis.generate import with_adapter
 from router.apis.requests import RoutedRequest
 from router.apis.response_owners import asks_to_store, stored_in_path
 from router.auth.routes import Access
-from router.fleet.health import Outcome
+from router.fleet.health import Attempt, Outcome
 from router.fleet.worker import Worker
 from router.forwarding.disaggregated_request import DisaggregatedRequest, PrefillFailedError
 from router.forwarding.encode_stage import EncodeStage
@@ -58,6 +58,7 @@ _NOT_FOUND: Final = 404
 _NO_METHOD: Final = 405
 _TOO_MANY: Final = 429
 _SERVER_ERROR: Final = 500
+_AT_FAULT: Final = (_INVALID, 422, _SERVER_ERROR)  # answers of a second worker that show that a request is at fault
 _EVERYWHERE: Final = (CHAT, COMPLETIONS)  # paths that every engine has
 # At most this many workers may break off over one request, because the request may be the cause.
 _MOST_BROKEN: Final = 2
@@ -103,6 +104,7 @@ class Attempts:
     _asked_at = 0.0  # when the current choice of a worker began
     _waited = False  # no worker had capacity then
     _excludes = True  # the worker of a failed attempt may not receive the request again
+    _disputed: Attempt | None = None  # an attempt that ended with an error, which another worker may answer, too
     _not_stored = False  # it is a response that the worker does not store
 
     def __init__(
@@ -400,7 +402,8 @@ class Attempts:
         - `closes`: the worker closes the connection.
 
         A retry takes from the retry budget, unless the worker does not have the model and so computed nothing.
-        A 500 counts as a break, because the request may be its cause. That of a worker that leaves is one.
+        A 500 counts as a break, because the request may be its cause. That of a worker that leaves is one. Before a 500
+        ejects a worker, another one is asked.
         """
         budget = self._services.budget
         if status == _SERVER_ERROR and self.may_break and (closes or self._leaves):
@@ -410,13 +413,13 @@ class Attempts:
             return Outcome.FAILED
         if status >= _SERVER_ERROR and status not in OVERLOADED:
             self._note_pair(f"decode: status {status}")
-        if (
-            status in self._services.elsewhere
-            and self.has_other
-            and not (status == _SERVER_ERROR and self._breaks_again)
-        ):
+        if status == _SERVER_ERROR:
+            if self.assignment is not None and self._disputes(self.assignment.attempt):
+                self._broken += 1
+                self._disputed = self.assignment.attempt
+                return Outcome.NEITHER
+        elif status in self._services.elsewhere and self.has_other:
             if budget.take():
-                self._broken += status == _SERVER_ERROR
                 return Outcome.REFUSED if status == _TOO_MANY else Outcome.FAILED
             return None
         if status < _SERVER_ERROR:
@@ -424,6 +427,29 @@ class Attempts:
         if self._repeatable and self._exclude_pair() and budget.take():
             return Outcome.NEITHER
         return None
+
+    def settle(self, status: int) -> None:
+        """Settle by a worker's answer whether the worker before it failed, or the request is at fault for its error."""
+        if self._disputed is None or self.assignment is None:
+            return
+        at_fault = status in _AT_FAULT
+        if status < 400 or at_fault:
+            self._disputed.settle(at_fault, "status 500, but not elsewhere")
+            self._disputed = None
+        if at_fault:
+            self.assignment.attempt.end(Outcome.REFUSED, f"status {status}, and an error elsewhere")
+
+    def _disputes(self, attempt: Attempt) -> bool:
+        """Return whether another worker is asked because of a 500, for which the request may be at fault."""
+        if not self.has_other or self._breaks_again:
+            return False
+        if _SERVER_ERROR not in self._services.elsewhere:
+            if self._by_pair or not attempt.at_risk:
+                return False
+            if attempt.health.excused:
+                attempt.end(Outcome.REFUSED, "status 500, as elsewhere")
+                return False
+        return self._services.budget.take()
 
     @property
     def may_break(self) -> bool:

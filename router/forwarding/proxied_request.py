@@ -572,6 +572,8 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             if attempts.returns_to_queue(assignment, head.status, head.first(b"retry-after")):
                 self._queue_again(attempts, f"status {head.status}")
                 return
+        attempts.settle(head.status)
+        if head.status >= 400:
             if (outcome := attempts.retries_status(head.status, error, head.closes)) is not None:
                 assignment.attempt.end(outcome, f"status {head.status}")
                 self._retry(attempts, f"status {head.status}")

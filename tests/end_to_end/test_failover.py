@@ -250,14 +250,39 @@ async def test_503_of_only_worker_is_returned() -> None:
             assert (reply.status, reply.body) == (503, b"too much")
 
 
-async def test_500_of_worker_is_returned_and_counts_as_failure() -> None:
+async def test_worker_is_ejected_for_its_500s_if_another_worker_answers_the_last_of_them() -> None:
     async with (
         scripted_worker(broken) as bad,
         scripted_worker(stream) as good,
         router(bad.url, good.url, **TURNS, constants={"backoff": 300}) as routed,
     ):
         statuses = Counter([(await routed.call(PATH, BODY)).status for _ in range(12)])
-        assert statuses == {500: 3, 200: 9}
+        assert statuses == {500: 2, 200: 10}
+        assert len(bad.exchanges) == 3
+
+
+@pytest.mark.parametrize("at_once", [6, 60])
+@pytest.mark.parametrize("good_share", [0, 3])
+async def test_requests_that_every_worker_answers_with_500_eject_nobody(at_once: int, good_share: int) -> None:
+    async def judges(exchange: Exchange) -> None:
+        await (broken if b"bad" in exchange.body else stream)(exchange)
+
+    async with (
+        scripted_workers(judges, judges) as workers,
+        router(*[worker.url for worker in workers], constants={"backoff": 300}) as routed,
+    ):
+
+        async def ask(number: int) -> int:
+            prompt = "good" if good_share and number % good_share == 0 else "bad"
+            return (await routed.call(PATH, {"model": "m", "prompt": prompt, "stream": True})).status
+
+        statuses = Counter[int]()
+        for first in range(0, 60, at_once):
+            statuses.update(await asyncio.gather(*[ask(number) for number in range(first, first + at_once)]))
+        good = len(range(0, 60, good_share)) if good_share else 0
+        assert statuses == ({500: 60 - good, 200: good} if good else {500: 60})
+        assert {each["state"] for each in await routed.workers()} == {"ready"}
+        assert sum(len(worker.exchanges) for worker in workers) < 100
 
 
 async def ends_as_uvicorn(exchange: Exchange) -> None:
