@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from router.fleet.engine_metrics import NOTHING_KNOWN, EngineView
 from router.load.peer_load import NOTHING, PeerTargetLoad
-from router.load.target_limit import TargetLimit
+from router.load.target_limit import TargetLimit, late_seconds, peak_tokens
 
 # The seconds for which a target has no memory for requests that need as much as one that did not fit, or more, unless
 # its load changes.
@@ -19,11 +19,6 @@ _REFUSED_SECONDS = 0.25
 PREFILL_SHARE = 0.75
 # The multiple of its expected length up to which an answer is assumed to have grown.
 _LONGEST = 4
-# The factors by which `delay` changes with each scrape, and its highest value. Without streamed answers no rates are
-# learned, so that predictions are those of the settings.
-_SLOWER = 1.25
-_FASTER = 0.98
-_SLOWEST = 16.0
 # Maximum number of remembered changes. A reader that is further behind reads all loads again.
 _JOURNAL_LENGTH = 8192
 
@@ -47,18 +42,6 @@ class LoadJournal:
         self.end += 1
 
 
-def peak_tokens(running: list[tuple[float, float]]) -> int:
-    """Return the most tokens that requests hold at once until they end, if all generate tokens at one rate.
-
-    - `running`: the tokens that each will generate, and those that it holds now.
-    """
-    peak = held = 0.0
-    for count, (left, holds) in enumerate(sorted(running, reverse=True), 1):
-        held += holds
-        peak = max(peak, held + count * left)  # just before this one ends, the longer ones are still there
-    return int(peak)
-
-
 @dataclass(slots=True)
 class TargetLoad:
     """The load on a DP rank: the requests that this router has in flight there, and beside them those of others.
@@ -73,7 +56,6 @@ class TargetLoad:
     - `limit`: what its engine can run at once.
     - `running`: the requests.
     - `paced_until`: the time until which a paced target receives no further prompt.
-    - `delay`: the factor by which prefills exceed their prediction, as the queue of its engine shows.
     - `peers_prefill`: `peers.prefill`, as it was read last.
     - `refused`: the prompt and the output that do not fit, and until when that is known.
     - `slot`: the number of this load in its table and its `journal`, which records every change.
@@ -108,7 +90,6 @@ class TargetLoad:
     limit: TargetLimit = field(default_factory=TargetLimit, compare=False, repr=False)
     running: dict[ReservedLoad, None] = field(default_factory=dict, compare=False, repr=False)
     paced_until: float = field(default=0.0, compare=False, repr=False)
-    delay: float = field(default=1.0, compare=False, repr=False)
     peers_prefill: int = field(default=0, compare=False, repr=False)
     refused: tuple[float, int, int] | None = field(default=None, compare=False, repr=False)
 
@@ -135,8 +116,17 @@ class TargetLoad:
         return self.unshared + self.shared + self.peers.memory
 
     @property
+    def hides_limit(self) -> bool:
+        """True if its engine reports neither its queue nor its slots, so that only latency shows its limit."""
+        return self.engine.queue is None and self.limit.slots is None
+
+    @property
     def queues(self) -> bool:
-        """True if several requests wait in its engine for prefills whose ends are not visible."""
+        """True if several requests wait in its engine, as far as first bytes or its metrics show it."""
+        if self.hides_limit and self.streamed:
+            oldest = next(iter(self.prefills))
+            if oldest.streamed and (oldest.is_late or len(self.prefills) >= self.limit.unanswered):
+                return True
         if self.pending == self.streamed and self.peers.pending == self.peers.streamed:
             return False
         return (self.engine.queue or 0) - self.engine.waiting > 1
@@ -208,6 +198,7 @@ class ReservedLoad:
         "_begun",
         "_context",
         "_held",
+        "_late_at",
         "_load",
         "_loads",
         "_number",
@@ -263,13 +254,20 @@ class ReservedLoad:
         if not load.prefills:
             load.head_since = now
         load.prefills[self] = prefill_seconds
-        load.paced_until = now + load.delay * prefill_seconds / PREFILL_SHARE
+        self._late_at = now + late_seconds(sum(load.prefills.values()))
+        load.paced_until = now + load.limit.delay * prefill_seconds / PREFILL_SHARE
         load.changed()
 
     @property
     def backlog(self) -> float:
         """The predicted seconds until all prefills of its target are done, its own included."""
         return self._load.backlog
+
+    @property
+    def is_late(self) -> bool:
+        """True if its first byte is late, so that it waits in the engine for a place."""
+        load = self._load
+        return load.hides_limit and load.clock() > self._late_at
 
     @property
     def is_latest(self) -> bool:
@@ -302,6 +300,7 @@ class ReservedLoad:
         """Release the share of the prefill, because it is done."""
         load = self._load
         if self in load.prefills:
+            load.limit.first_byte(late=self.streamed > 0 and self.is_late)
             self._begun = load.clock() if now is None else now
             self._end_prefill(load, now)
             load.changed()
@@ -397,7 +396,7 @@ class LoadTable:
         load = self._loads.get((worker, dp_rank))
         if load is not None:
             load.engine = engine
-            load.delay = min(load.delay * _SLOWER, _SLOWEST) if load.queues else max(load.delay * _FASTER, 1.0)
+            load.limit.delayed(load.queues)
             load.limit.read(engine, capacity, load.held + load.outputs, self._clock())
             self.journal.add(load.slot)
 

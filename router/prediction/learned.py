@@ -339,6 +339,8 @@ class RequestTiming:
                 return
             if chosen.cpu or chosen.disk:
                 return
+            if self.reservation.is_late and self.learned.rates.learner(target.worker, target.model).learned:
+                return  # it waited in the engine
             self.learned.rates.prefill_seen(
                 target.worker,
                 target.model,

@@ -249,6 +249,8 @@ class CandidateFinder:
             view = targets.view = LoadView(
                 targets.ranks, self._load, self._learned, self._policy, targets.prefill_share, self._index, sessions
             )
+            for rank in targets.ranks:
+                rank.load.limit.discovered(self._memory_of(rank.worker))
         view.update(now)
         owner = self._responses.get(prompt.stored) if prompt.stored else None
         if owner is None:
@@ -418,19 +420,23 @@ class CandidateFinder:
         return [rank for rank in ranks if has_capacity(rank, limits, demand)]
 
     def scraped(self, worker: Worker) -> None:
-        """Read a worker's load again, because its metrics were read.
-
-        A model that keeps only the last tokens of prompts in some layers needs less memory than its prompts have
-        tokens. It is not known how much less, so its memory is no limit.
-        """
-        windowed = any(self._indexer.window(target) is not None for target in worker.targets)
-        capacity = None if windowed else worker.capacity_tokens
+        """Read a worker's load again, because its metrics were read."""
+        capacity = self._memory_of(worker)
         for dp_rank in worker.ranks():
             self._load.scraped(worker.url, dp_rank, worker.metrics.get(dp_rank), capacity)
         if worker.metrics.caches_prefixes:
             self._overlaps.uncached.discard(worker.url)
         else:
             self._overlaps.uncached.add(worker.url)
+
+    def _memory_of(self, worker: Worker) -> int | None:
+        """Return the tokens that limit each rank of a worker; None for no limit.
+
+        A model that keeps only the last tokens of prompts in some layers needs less memory than its prompts have
+        tokens. It is not known how much less, so its memory is no limit.
+        """
+        windowed = any(self._indexer.window(target) is not None for target in worker.targets)
+        return None if windowed else worker.capacity_tokens
 
     def removed(self, worker: Worker) -> None:
         """Forget a worker that was removed."""

@@ -240,7 +240,9 @@ class LoadView:
     def _read_limit(self, rank: RoutableRank, load: TargetLoad, requests: int) -> None:
         """Note how much of its limit a rank has used."""
         row, slots, memory = rank.row, load.limit.slots, load.limit.memory
-        tight = load.queues or (slots is not None and requests > slots * _TIGHT)
+        tight = (
+            load.queues or (load.hides_limit and load.streamed > 0) or (slots is not None and requests > slots * _TIGHT)
+        )
         if memory is not None:
             used = load.held + load.outputs
             rank.counts_shared = used > memory * _SHARING_MATTERS

@@ -15,6 +15,7 @@ from router.load.target_load import LoadTable, TargetLoad
 from router.policies.rates import Rates
 from router.prediction.learned import OutputLengths
 from router.routing.late_binding import is_busy
+from router.settings import Role
 
 
 class ServedModel:
@@ -206,8 +207,8 @@ class TargetCapacity:
 
 def is_prefill_busy(rank: RoutableRank, crowded: bool, limits: Limits) -> bool:
     """Return whether a rank computes enough prompts for now. `crowded`: more requests wait than there are targets."""
-    if limits.paced and rank.load.is_paced(rank.load.clock()):
-        return True
+    if limits.paced and rank.worker.role is not Role.PREFILL and rank.load.is_paced(rank.load.clock()):
+        return True  # a worker that only prefills has no answers to slow down
     return is_busy(rank.load, crowded, rank.load.peers.streamed, rank.weight)
 
 

@@ -1,18 +1,20 @@
-"""Order and limits of a full fleet whose metrics lag, or whose workers change."""
+"""Order and limits of a full fleet whose metrics lag or are missing, or whose workers change."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from random import Random
 from typing import Final
 
+import pytest
 from test_overload import AUTO, BLOCK, HIGH, PROFILE, arrivals, long_answers, ttfts
 
 from router.fleet.worker import Worker
+from simulator.fleet.engine import Profile
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
-from simulator.fleet.simulated_router import SimulatedRouter
+from simulator.fleet.simulated_router import OURS, Knowledge, SimulatedRouter
 from simulator.fleet.workers import SimulatedWorkers
 
 LAG: Final = 20.0
@@ -68,6 +70,44 @@ class Changing(Simulation):
         self.loop.call_at(JOINS, change, ())
         self.loop.call_at(LEAVES, change, (0,))
         return [router]
+
+
+class SilentWorkers(SimulatedRouter):
+    """A router that can read no metrics."""
+
+    def scraped(self, worker: Worker, metrics: str) -> None:
+        pass
+
+
+class Silent(Simulation):
+    """A run in which workers report nothing: no metrics, no events, no size of their cache."""
+
+    def _make_workers(self) -> SimulatedWorkers:
+        workers = super()._make_workers()
+        for worker in workers.workers:
+            assert worker.description is not None
+            worker.describe(replace(worker.description, capacity=None))
+        workers.registrations = [replace(each, capacity=None) for each in workers.registrations]
+        return workers
+
+    def make_routers(self) -> list[SimulatedRouter]:
+        router = self.make_router()
+        return [SilentWorkers(*[getattr(router, each.name) for each in fields(router)])]
+
+
+@pytest.mark.parametrize(
+    ("profile", "wait"),
+    [(replace(PROFILE, kv_tokens=200_000, max_requests=8), 7.0), (PROFILE, 12.0)],
+    ids=["slots", "memory"],
+)
+def test_first_bytes_alone_show_when_a_worker_is_full(profile: Profile, wait: float) -> None:
+    requests = arrivals(5.0, 60.0, long_answers)
+    found = []
+    for side in (replace(AUTO, knowledge=Knowledge.SENT), replace(OURS, knowledge=Knowledge.SENT)):
+        outcomes = Silent(FleetSpec(profile, 1, profile.kv_tokens, BLOCK), side, Random(0)).run(requests)
+        found.append((max(ttfts(outcomes, HIGH)), sum(each.ended < 60.0 for each in outcomes)))
+    assert found[0][0] < wait < 60.0 < found[1][0]
+    assert found[0][1] > 0.95 * found[1][1]
 
 
 def play(kind: type[Simulation], workers: int, seconds: float) -> tuple[Simulation, list[Outcome]]:

@@ -81,3 +81,12 @@ def test_memory_of_other_clients_is_not_available() -> None:
     assert limit.memory == 750
     limit.read(view(running=2, usage=0.5, unseen=0), 1000, 300, 1.0)  # metrics that lag do not
     assert limit.memory == 950
+
+
+def test_capacity_of_a_description_is_a_limit_until_metrics_are_read() -> None:
+    limit = TargetLimit()
+    limit.discovered(1000)
+    assert (limit.capacity, limit.memory) == (1000, 950)
+    limit.read(view(running=0), None, 0, 1.0)
+    limit.discovered(1000)
+    assert limit.memory is None

@@ -172,3 +172,22 @@ def test_memory_of_a_load_counts_answers_until_they_end() -> None:
     load.limit.memory = 1000
     ReservedLoad(load, 100, 100, output=20)
     assert load.memory == 240  # when the short answer ends, each has 20 tokens
+
+
+def test_late_first_byte_shows_that_a_worker_is_full_if_it_reports_nothing() -> None:
+    clock = Clock()
+    load = TargetLoad(clock=clock)
+    first, second = [ReservedLoad(load, 100, 100, 0.8, streamed=True) for _ in range(2)]
+    clock.now += 1.5
+    first.first_byte()
+    clock.now += 1.6  # less than twice the prediction for both prompts
+    assert load.fits(2, 10, 10)
+    clock.now += 0.2
+    assert not load.fits(2, 10, 10)
+    load.engine = EngineView(queue=0, running=2)
+    assert load.fits(2, 10, 10)
+    load.engine = EngineView()
+    second.first_byte()
+    assert load.fits(2, 10, 10)
+    ReservedLoad(load, 100, 100, 0.8, streamed=True)
+    assert not load.fits(2, 10, 10), "one request may wait there"
