@@ -7,11 +7,9 @@ Markdown files. Code in backticks and quotations are exempt. `PATTERNS` is the o
 from __future__ import annotations
 
 import ast
-import io
 import re
 import subprocess
 import sys
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -66,7 +64,18 @@ OPENINGS = r"(The same|Those|These|Of|That|This|As above|As|What|Who|Whose|Whom|
 # The verbs with which docstrings of functions begin.
 VERBS = frozenset((Path(__file__).parent / "verbs.txt").read_text().split())
 
+# All patterns as one, for texts without a finding. Most begin at a word's boundary, which is looked for once.
+_ANY = re.compile(
+    rf"\b(?:{'|'.join(each.removeprefix(chr(92) + 'b') for each in PATTERNS if not each.startswith(_BEGINS))})|"
+    + "|".join(each for each in PATTERNS if each.startswith(_BEGINS)),
+    re.IGNORECASE,
+)
+
 _CODE = re.compile(r"``[^`]*``|`[^`]*`|\"[^\"\n]*\"|“[^”]*”")
+# A string of Python, which may hold the mark of a comment, or a comment.
+_STRING_OR_COMMENT = re.compile(
+    r'"""(?:[^\\]|\\.)*?"""|\'\'\'(?:[^\\]|\\.)*?\'\'\'|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'|#[^\n]*', re.DOTALL
+)
 _SENTENCE = re.compile(r"(?<=[.!?;:])\s+|\n\s*\n|\n\s*[-*] |\n {4,}")
 
 
@@ -108,8 +117,9 @@ def checked_files() -> list[Path]:
 
 def _python(path: Path, text: str) -> Iterator[tuple[int, str, str]]:
     tree = ast.parse(text)
+    of_tests = "tests" in path.relative_to(ROOT).parts
     docstrings: set[int] = set()
-    for node in ast.walk(tree):  # parents before children
+    for node in statements(tree) if of_tests else ast.walk(tree):  # parents before children
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             docstring = ast.get_docstring(node)
             if docstring is not None:
@@ -122,14 +132,26 @@ def _python(path: Path, text: str) -> Iterator[tuple[int, str, str]]:
             and isinstance(node.value, str)
             and id(node) not in docstrings
             and _is_prose(node.value)
-            and "tests" not in path.relative_to(ROOT).parts
         ):
             yield from ((node.lineno, advice, found) for advice, found in _in_words(node.value))
     if "#" not in text:
         return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT and not token.string.startswith(("# noqa", "# type:", "#!")):
-            yield from ((token.start[0], advice, found) for advice, found in _in_words(token.string))
+    for match in _STRING_OR_COMMENT.finditer(text):
+        comment = match.group()
+        if comment.startswith("#") and not comment.startswith(("# noqa", "# type:", "#!")):
+            found_here = list(_in_words(comment))
+            line = text.count("\n", 0, match.start()) + 1 if found_here else 0
+            yield from ((line, advice, found) for advice, found in found_here)
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a module or a statement, and all statements in it, without their expressions."""
+    yield node
+    for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+        inner = getattr(node, name, None)
+        if isinstance(inner, list):
+            for each in inner:
+                yield from statements(each)
 
 
 def _in_docstring(docstring: str, node: ast.AST, path: Path) -> Iterator[tuple[str, str]]:
@@ -160,6 +182,8 @@ def _is_prose(value: str) -> bool:
 
 def _in_words(text: str) -> Iterator[tuple[str, str]]:
     plain = _CODE.sub("`", text)
+    if not _ANY.search(plain):
+        return
     for pattern, advice in PATTERNS.items():
         for match in re.finditer(pattern, plain, re.IGNORECASE):
             yield f"{match.group()!r}: {advice}", plain[max(match.start() - 50, 0) : match.end() + 40]

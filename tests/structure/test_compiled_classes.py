@@ -8,6 +8,8 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,12 +18,27 @@ def compiled() -> set[Path]:
     return {path for pattern in build["hooks"]["mypyc"]["include"] for path in ROOT.glob(pattern.lstrip("/"))}
 
 
-def test_compiled_tuples_of_floats_are_annotated() -> None:
+Sources = dict[Path, list[ast.AST]]
+
+
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    """The nodes of each module of ours, parsed once for all tests."""
+    packages = ("kvevents", "indexer", "router", "worker", "kvrouter")
+    wanted = (ast.AnnAssign, ast.ClassDef, ast.ExceptHandler, ast.Try)
+    return {
+        path: [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, wanted)]
+        for package in packages
+        for path in (ROOT / package).rglob("*.py")
+    }
+
+
+def test_compiled_tuples_of_floats_are_annotated(sources: Sources) -> None:
     """Reading a compiled Final tuple of floats raises NameError: annotate it as tuple[float, ...]."""
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in compiled()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in sources[path]
         if isinstance(node, ast.AnnAssign)
         and ast.unparse(node.annotation) == "Final"
         and isinstance(node.value, ast.Tuple)
@@ -30,14 +47,9 @@ def test_compiled_tuples_of_floats_are_annotated() -> None:
     assert not found
 
 
-def test_compiled_protocol_attributes_have_no_default_of_none() -> None:
+def test_compiled_protocol_attributes_have_no_default_of_none(sources: Sources) -> None:
     """mypyc leaves the attribute unset, and reading it raises AttributeError: set it in `__init__`."""
-    classes = [
-        (path, node)
-        for path in compiled()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    ]
+    classes = [(path, node) for path in compiled() for node in sources[path] if isinstance(node, ast.ClassDef)]
     protocols = {
         node.name for _, node in classes if any(ast.unparse(base).startswith("Protocol") for base in node.bases)
     }
@@ -54,18 +66,17 @@ def test_compiled_protocol_attributes_have_no_default_of_none() -> None:
     assert not found
 
 
-def test_compiled_classes_allow_their_interpreted_subclasses() -> None:
+def test_compiled_classes_allow_their_interpreted_subclasses(sources: Sources) -> None:
     """Otherwise the creation of an interpreted class's objects raises TypeError."""
     compiled_paths = compiled()
     ours, interpreted = [], []
-    for package in ("kvevents", "indexer", "router", "worker", "kvrouter"):
-        for path in (ROOT / package).rglob("*.py"):
-            classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
-            if path in compiled_paths:
-                ours += classes
-            else:
-                own = {node.name for node in classes}
-                interpreted += [(path, node, {ast.unparse(base) for base in node.bases} - own) for node in classes]
+    for path, nodes in sources.items():
+        classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+        if path in compiled_paths:
+            ours += classes
+        else:
+            own = {node.name for node in classes}
+            interpreted += [(path, node, {ast.unparse(base) for base in node.bases} - own) for node in classes]
     closed = {
         node.name
         for node in ours
@@ -82,7 +93,7 @@ def in_function(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
             yield from in_function(ast.iter_child_nodes(node))
 
 
-def test_compiled_coroutines_do_not_wait_while_they_handle_an_error() -> None:
+def test_compiled_coroutines_do_not_wait_while_they_handle_an_error(sources: Sources) -> None:
     """mypyc leaves the error as the one that is handled while the coroutine waits.
 
     Errors of other coroutines then refer to it, and those to each other: memory and the time of each error grow.
@@ -91,7 +102,7 @@ def test_compiled_coroutines_do_not_wait_while_they_handle_an_error() -> None:
     handlers = [
         (path, node.body if isinstance(node, ast.ExceptHandler) else node.finalbody)
         for path in compiled()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in sources[path]
         if isinstance(node, ast.ExceptHandler | ast.Try)
     ]
     found = [
@@ -103,13 +114,12 @@ def test_compiled_coroutines_do_not_wait_while_they_handle_an_error() -> None:
     assert not found, "wait after the handler, or after the finally"
 
 
-def test_structs_are_not_compiled() -> None:
+def test_structs_are_not_compiled(sources: Sources) -> None:
     """mypyc compiles a class that derives from a struct of another module without the fields of that struct."""
     bases = {
         (path, node.name): {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-        for package in ("kvevents", "indexer", "router", "worker", "kvrouter")
-        for path in (ROOT / package).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, nodes in sources.items()
+        for node in nodes
         if isinstance(node, ast.ClassDef)
     }
     structs: set[tuple[Path, str]] = set()

@@ -54,18 +54,26 @@ def decoders_in(source: str) -> Iterator[int]:
     """Yield the lines of a module that name a decoder, whatever name it was imported by."""
     tree = ast.parse(source)
     imported: dict[str, str] = {}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    for node in nodes:
         if isinstance(node, ast.Import):
             imported |= {each.asname or each.name.split(".")[0]: each.name for each in node.names if each.asname}
         elif isinstance(node, ast.ImportFrom):
             imported |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
-    for node in ast.walk(tree):
+    last_names = {each.rpartition(".")[2] for each in (*_DECODERS, *imported)}
+    for node in nodes:
         if isinstance(node, ast.Attribute | ast.Name):
+            if (node.attr if isinstance(node, ast.Attribute) else node.id) not in last_names:
+                continue
             first, dot, rest = ast.unparse(node).partition(".")
             if imported.get(first, first) + dot + rest in _DECODERS:
                 yield node.lineno
-        elif isinstance(node, ast.Await) and ast.unparse(node).endswith(".json()"):  # of an HTTP client's answer
+        elif isinstance(node, ast.Await) and _is_json(node.value):  # of an HTTP client's answer
             yield node.lineno
+
+
+def _is_json(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "json"
 
 
 def decoders() -> Iterator[tuple[str, str]]:
