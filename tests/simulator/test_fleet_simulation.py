@@ -75,8 +75,9 @@ def test_run_depends_only_on_its_seed(side: Side) -> None:
 
 
 def test_cached_prefixes_are_found() -> None:
-    cell = Cell(CONVERSATION, LLAMA_70B, 4, 400_000, 0.5, seconds=120.0)
-    hit_rates = {side.name: play(cell, cell.requests(0), side, 0).hit_rate for side in SIDES}
+    cell = Cell(CONVERSATION, LLAMA_70B, 4, 400_000, 0.5, seconds=60.0)
+    compared = [side for side in SIDES if side.name in ("kv_aware", "round_robin")]
+    hit_rates = {side.name: play(cell, cell.requests(0), side, 0).hit_rate for side in compared}
     assert hit_rates["kv_aware"] > hit_rates["round_robin"] + 0.1
 
 
