@@ -39,11 +39,24 @@ _COLUMNS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a cell: workers, seconds and seeds."""
+    """The size of a cell: workers, seconds and seeds.
+
+    - `pairs`: one half of the workers prefills, the other one decodes.
+    """
 
     workers: int
     seconds: float
     seeds: int
+    pairs: bool = False
+
+    @property
+    def fleet(self) -> FleetSpec:
+        """The engines."""
+        half = self.workers // 2 if self.pairs else 0
+        return FleetSpec(LLAMA_70B, self.workers, KV_TOKENS, BLOCK, prefill=half, decode=half)
+
+    def __str__(self) -> str:
+        return f"{self.workers // 2}P{self.workers // 2}D" if self.pairs else f"{self.workers} workers"
 
 
 QUICK: Final = Size(2, 200.0, 1)
@@ -58,8 +71,7 @@ class _SentAgain(Simulation):
 
 def play(side: Side, load: float, size: Size, seed: int, again: bool = False) -> OverloadRun:
     """Run a cell before one rule. `again`: refused requests are sent again after their `Retry-After`, once."""
-    spec = FleetSpec(LLAMA_70B, size.workers, KV_TOKENS, BLOCK)
-    simulation = (_SentAgain if again else Simulation)(spec, side, Random(seed))
+    simulation = (_SentAgain if again else Simulation)(size.fleet, side, Random(seed))
     outcomes = simulation.run(requests(load, size.workers, size.seconds, seed))
     return measured(simulation, outcomes, size.seconds)
 
@@ -88,6 +100,7 @@ def main(
     seeds: int = 3,
     load: Annotated[list[float] | None, typer.Option(help="A load; several are possible.")] = None,
     side: Annotated[list[str] | None, typer.Option(help="A rule by its name; several are possible.")] = None,
+    pairs: Annotated[bool, typer.Option(help="One half of the workers prefills, the other one decodes.")] = False,
     again: Annotated[bool, typer.Option(help="Send refused requests again after Retry-After, once.")] = False,
 ) -> None:
     """Print a table for each load."""
@@ -95,9 +108,9 @@ def main(
     for name in side or []:
         if name not in names:
             raise typer.BadParameter(f"{name} is none of {', '.join(names)}", param_hint="--side")
-    size = QUICK if quick else Size(workers, seconds, seeds)
+    size = QUICK if quick else Size(workers, seconds, seeds, pairs)
     for each in load or LOADS:
-        rows = [[f"load {each:g}, {size.workers} workers", *_COLUMNS]]
+        rows = [[f"load {each:g}, {size}", *_COLUMNS]]
         for rule in SIDES if side is None else [SIDES[names.index(name)] for name in side]:
             runs = []
             for seed in range(size.seeds):

@@ -7,7 +7,6 @@ priority, and that is the same at every load.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Final
@@ -30,9 +29,6 @@ _ANSWER_SECONDS: Final = 10.0
 _LONGEST: Final = 100_000
 # The seconds before the first request in which sessions begin, so that as many are under way then as later.
 _BEFORE: Final = 400.0
-
-Load = Callable[[float], float]
-"""Returns the load at a time in seconds."""
 
 
 def requests(load: float, workers: int, seconds: float, seed: int) -> list[TracedRequest]:

@@ -14,9 +14,9 @@ from router.load.target_limit import TargetLimit, late_seconds, peak_tokens
 # its load changes.
 _REFUSED_SECONDS = 0.25
 # The share of the time in which a paced target computes prompts. With a larger share, a queue ends sooner, but each
-# token of an answer takes longer: 1 / (1 - share) times as long as without prompts. By `make bench-overload`, 0.6 keeps
-# short queues too long at a load of 0.9, and without a pace most answers are slow at a load of 1.
-PREFILL_SHARE = 0.75
+# token of an answer takes longer: 1 / (1 - share) times as long as without prompts. By `make bench-overload`, 0.65 lets
+# the highest priority wait longer at a load of 0.9. With 0.75, most answers of a single worker are slow at a load of 2.
+PREFILL_SHARE = 0.68
 # The multiple of its expected length up to which an answer is assumed to have grown.
 _LONGEST = 4
 # Maximum number of remembered changes. A reader that is further behind reads all loads again.

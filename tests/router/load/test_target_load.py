@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from manual_clock import Clock
 
 from router.fleet.engine_metrics import EngineView
-from router.load.target_load import LoadTable, ReservedLoad, TargetLoad
+from router.load.target_load import PREFILL_SHARE, LoadTable, ReservedLoad, TargetLoad
 
 
 def test_every_rank_of_a_worker_has_a_load_of_its_own() -> None:
@@ -157,11 +157,11 @@ def test_pace_is_slower_than_predicted_while_an_engine_queues_such_prompts() -> 
     clock = Clock()
     table = LoadTable(clock)
     load = table.of("a", 0)
-    ReservedLoad(load, 100, 100, 0.75)
+    ReservedLoad(load, 100, 100, PREFILL_SHARE)
     assert load.paced_until == clock.now + 1.0
     for queue in (3, 3, 0):
         table.scraped("a", 0, EngineView(queue=queue, running=9))
-    ReservedLoad(load, 100, 100, 0.75)
+    ReservedLoad(load, 100, 100, PREFILL_SHARE)
     assert clock.now + 1.3 < load.paced_until < clock.now + 1.6
 
 

@@ -22,7 +22,7 @@ from router.apis.response_owners import ResponseOwners
 from router.auth import AccessControl
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.load.load_messages import SHARED_TOKENS, Kind, Message, RankLoad, SentPrompt, decode, encode
-from router.load.target_load import LoadTable, ReservedLoad
+from router.load.target_load import PREFILL_SHARE, LoadTable, ReservedLoad
 from router.settings import TenantSettings, TenantsSettings
 from router.sharing import LoadSharing, PeerLoad, SharingChannel
 from router.sharing.channels import DatagramChannel
@@ -359,10 +359,11 @@ def test_memory_and_prefills_of_other_routers_count_in_the_limit_and_the_pace() 
     first = RankLoad("w", 0, 1, 40, 50, 1, 0, 0.0, memory=90, prefill=300)
     peers.apply(Message("a", 1, Kind.NEWS, [first]))
     assert known.held == 10 + 90
-    assert known.paced_until == clock.now + 0.8  # 0.6 seconds of prefill are 75 % of the time
+    paced_until = clock.now + 0.6 / PREFILL_SHARE
+    assert known.paced_until == pytest.approx(paced_until)
     clock.now += 0.5
     peers.apply(Message("a", 2, Kind.NEWS, [first]))  # no prompt was sent since
-    assert known.paced_until == clock.now + 0.3
+    assert known.paced_until == pytest.approx(paced_until)
     peers.apply(Message("b", 1, Kind.NEWS, [RankLoad("w", 0, 1, 40, 50, 1, 0, 0.0)]))  # it does not know its memory
     assert known.held == 10 + 90 + 50
 
