@@ -77,10 +77,13 @@ class Cell(StrEnum):
 
 _ROUTERS = {Cell.TWO_ROUTERS: 2, Cell.FOUR_ROUTERS: 4}
 
-GATE = replace(OURS, name="kv_aware, programs", programs=True)
+UNLIMITED = replace(OURS, name="kv_aware, no limits")
+LIMITED = replace(OURS, requests="auto")
+GATE = replace(LIMITED, name="kv_aware, programs", programs=True)
 THUNDERAGENT = replace(OURS, name="ThunderAgent")
 THUNDERAGENT_SHARED = replace(OURS, name="ThunderAgent, shared prefixes once")
-SIDES = (OURS, GATE, THUNDERAGENT, THUNDERAGENT_SHARED, LEAST_SERVICE)
+OWN_SIDES = (UNLIMITED, LIMITED, GATE)
+SIDES = (*OWN_SIDES, THUNDERAGENT, THUNDERAGENT_SHARED, LEAST_SERVICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,8 @@ def figures(outcomes: list[Outcome], first: float = FIRST) -> Figures:
     steady = [each for each in sent if first <= arrived(each) < SECONDS]
     answered = [each for each in sent if first <= each.ended < SECONDS]
     later = [each.begun - arrived(each) for of in calls.values() for each in of[1:] if first <= arrived(each) < SECONDS]
-    beside = [each.begun - each.request.arrival for each in outcomes if not each.request.session and not each.refused]
+    alone = [each for each in outcomes if not each.request.session and not each.refused]
+    beside = [each.begun - each.request.arrival for each in alone if first <= each.request.arrival < SECONDS]
     done = max(each.ended for each in sent)
     return Figures(
         sum(seconds) / max(len(seconds), 1),
@@ -266,7 +270,7 @@ def main(
     print(f"| {columns.replace(', ', ' | ')} |\n|{'---|' * (columns.count(',') + 1)}")
     for each in load or [0.5, 0.7, 0.85, 1.0, 1.2]:
         for seed in range(seeds):
-            for side in SIDES if others else SIDES[:2]:
+            for side in SIDES if others else OWN_SIDES:
                 began = time.monotonic()
                 found = run(side, each, seed, trace, ends, cell)
                 took = time.monotonic() - began

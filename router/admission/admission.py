@@ -129,7 +129,7 @@ class Admission:
                 return None
         if self.queue.length and self._makes_way(prompt, tried, ticket.priority):
             return None
-        self.limits.lenient = not self.queue.length
+        self.limits.lenient = not self._for_capacity
         try:
             placed = self._try(prompt, tried, ticket, now, behind=True)
         except RequestError:
@@ -157,7 +157,7 @@ class Admission:
         cold = self._awaits_worker(prompt, ticket)
         if cold:
             tried = ()  # all of these have stopped: one that answers again was restarted
-        if ticket.sheddable and not cold and (self.queue.length or not has_capacity):
+        if ticket.sheddable and not cold and (self._for_capacity or not has_capacity):
             ahead = self.queue.ahead_of(ticket.priority)
             raise self.refusals.too_many("shed", prompt.name, ticket, self.queue.length, ahead)
         if cold and self.waiting_for()[WaitReason.NO_WORKER] >= self._most_cold:
@@ -305,7 +305,7 @@ class Admission:
                 break
             if self._is_held(request):
                 continue
-            waiting = self.queue.length if self.late_binding else None
+            waiting = self._for_capacity if self.late_binding else None
             if not self._selector.any_has_capacity(request.prompt, request.tried, self.limits, waiting):
                 if not request.tried:
                     self._full.add(request.name)
@@ -348,11 +348,16 @@ class Admission:
         """
         if not self.limits.computed:
             return PREFILL_WEIGHT
-        return max(self._selector.waiting_per_target(prompt, tried, self.queue.length), PREFILL_WEIGHT)
+        return max(self._selector.waiting_per_target(prompt, tried, self._for_capacity), PREFILL_WEIGHT)
+
+    @property
+    def _for_capacity(self) -> int:
+        """The number of waiting requests without the calls that wait for room, which need no capacity meanwhile."""
+        return self.queue.length - (0 if self._room is None else len(self._room))
 
     def _is_crowded(self, request: WaitingRequest) -> bool:
         """Return whether more requests wait than a request has targets. Without computed limits it is never known."""
-        waiting = self.queue.length
+        waiting = self._for_capacity
         return self.limits.computed and self._selector.waiting_per_target(request.prompt, request.tried, waiting) > 1
 
     def _makes_way(self, prompt: RoutedRequest, tried: Collection[Worker], priority: int) -> bool:
@@ -442,7 +447,7 @@ class Admission:
         """Return the selection to send a request by; None if late binding holds it."""
         if not self.late_binding:
             return selection
-        return self._selector.bind(prompt, selection, tried, limits, self.queue.length)
+        return self._selector.bind(prompt, selection, tried, limits, self._for_capacity)
 
     def _refuse_late(self, selection: Selection) -> None:
         """Raise RequestError for a request that would miss its SLO, if its SLO refuses it then."""

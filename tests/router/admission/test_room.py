@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from math import inf
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -72,16 +72,21 @@ class Fleet:
     """A router whose workers lose each context at once, so that every return is cold. Time is virtual."""
 
     def __init__(
-        self, workers: int = 1, queue: int = 1000, events: bool = True, roles: Sequence[Role] | None = None
+        self,
+        workers: int = 1,
+        queue: int = 1000,
+        events: bool = True,
+        roles: Sequence[Role] | None = None,
+        requests: Literal["auto"] | None = None,
     ) -> None:
         self.loop = VirtualTimeLoop()
         now = self.loop.time
         roles = roles or [Role.BOTH] * workers
         self.workers = Workers(roles, CAPACITY, BLOCK, now)
         index = EventIndex(self.workers.registrations, events, now)
-        router = build_router(self.workers, index, OURS, Random(1), now)
+        router = build_router(self.workers, index, replace(OURS, requests=requests), Random(1), now)
         self.selector, self.placement, self.gate = router.selector, router.placement, router.state.gate
-        settings = AdmissionSettings(requests=None, queue=queue)
+        settings = AdmissionSettings(requests=requests, queue=queue)
         self.admission = Admission(router.selector, router.placement, settings, True, now, self.gate)
         router.state.load.on_ended.append(self.admission.wake)
         self.calls: list[Sent] = []
@@ -328,6 +333,18 @@ def test_calls_of_pairs_wait_only_while_prefill_workers_have_no_time_to_spare() 
     assert fleet.gate.closed
     assert early.sent > early.arrived + 5
     assert late.sent == late.arrived
+
+
+def test_calls_that_wait_for_room_do_not_slow_down_a_fleet_with_capacity() -> None:
+    fleet = Fleet(requests="auto")
+    fleet.close()
+    fleet.at(6.0, "first", 60, 50.0)
+    waiting = [fleet.at(7.0 + number, f"{number}", 60, 1.0) for number in range(5)]
+    paced = list[bool]()
+    fleet.loop.call_at(15.0, lambda: paced.append(fleet.admission.limits.paced))
+    fleet.run()
+    assert min(call.sent for call in waiting) > 15
+    assert paced == [False]
 
 
 def test_many_sessions_of_a_tenant_leave_places_and_room_to_others() -> None:
