@@ -10,6 +10,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -20,7 +21,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from played_engine import with_template
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 from http_api.errors import RequestError
 from router.apis.messages import prepare_messages, prepare_tools
@@ -29,9 +29,7 @@ from router.tokens.chat_template import ChatTemplate
 from router.tokens.content_format import loops_over_parts
 from router.tokens.template_environment import Sandbox
 
-TOKENIZER = PreTrainedTokenizerFast(
-    tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")), bos_token="<s>", eos_token="</s>"
-)
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 # Shows what the template sees, for templates that take a content as a string and for those that loop over its parts.
 SHOW = "{{ messages | tojson }}"
 SHOW_PARTS = "{% for message in messages %}{% for part in message.content %}{% endfor %}{% endfor %}" + SHOW
@@ -48,7 +46,7 @@ def text(text: str, **more: Any) -> dict[str, Any]:
 
 
 def rendered(source: str, chat: ChatPrompt) -> str:
-    return ChatTemplate(source, TOKENIZER.special_tokens_map).render(chat)
+    return ChatTemplate(source, SPECIAL).render(chat)
 
 
 def seen(*messages: dict[str, Any], source: str = SHOW) -> Any:
@@ -309,6 +307,14 @@ def test_any_messages_of_a_client_are_rendered_or_refused(chat: ChatPrompt, sour
         rendered(source, chat)
 
 
+@cache
+def reference() -> Any:
+    """Return the tokenizer of transformers, whose import takes a second."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")), **SPECIAL)
+
+
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(CHATS, st.none() | st.lists(TOOL, max_size=2), ANY_JSON, st.booleans())
 def test_text_equals_that_of_transformers(
@@ -320,7 +326,7 @@ def test_text_equals_that_of_transformers(
     shown = {} if color is None or color == "auto" else {"color": color}
 
     def expected() -> str:
-        text: str = TOKENIZER.apply_chat_template(
+        text: str = reference().apply_chat_template(
             prepared,
             tools=None if tools is None else prepare_tools(tools),
             chat_template=source,

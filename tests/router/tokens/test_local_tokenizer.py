@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +15,6 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
@@ -23,6 +23,9 @@ from router.tokens import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.model_files import ModelFiles, files_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 pytestmark = pytest.mark.usefixtures("short_trials")
 
 USER = {"role": "user", "content": "What holds the cache?"}
@@ -30,6 +33,8 @@ USER = {"role": "user", "content": "What holds the cache?"}
 
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
 
 
@@ -49,8 +54,15 @@ def trained(bos: bool = False) -> Tokenizer:
     return tokenizer
 
 
+def fast(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of transformers, whose import takes a second."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
 def saved(folder: Path, tokenizer: Tokenizer, **config: object) -> str:
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|end|>").save_pretrained(folder)
+    fast(tokenizer, bos_token="<s>", eos_token="<|end|>").save_pretrained(folder)
     if config:
         (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
     return str(folder)
@@ -98,7 +110,7 @@ def test_chat_is_rendered_by_the_template_of_the_model(local: LocalTokenizer) ->
 
 
 def test_template_for_tools_is_used_if_model_has_one() -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained())
+    tokenizer = fast(trained())
     tokenizer.chat_template = {"default": "plain", "tool_use": "tools"}
     local = LocalTokenizer(files_of(tokenizer))
     assert local.render(ChatPrompt([USER])) == "plain"
@@ -107,7 +119,7 @@ def test_template_for_tools_is_used_if_model_has_one() -> None:
 
 @pytest.mark.parametrize("template", [None, "{% for %}"])
 def test_model_without_readable_template_cannot_render_chats(template: str | None) -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained())
+    tokenizer = fast(trained())
     tokenizer.chat_template = template
     with pytest.raises(TokenizerUnavailableError, match="no valid chat template"):
         LocalTokenizer(files_of(tokenizer)).render(ChatPrompt([USER]))

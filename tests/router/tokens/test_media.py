@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from played_engine import MODEL, with_template
-from transformers import AutoTokenizer
 
 from router.apis.requests import ChatPrompt, Truncation
 from router.tokens import TokenizerUnavailableError
@@ -45,6 +44,8 @@ async def tokenized(tokenizers: Tokenizers, *parts: dict[str, Any], more: tuple[
 async def test_tokens_before_the_first_image_are_exact(tokenizers: Tokenizers, known: str) -> None:
     (ids,) = (await tokenized(tokenizers, TEXT, image("http://a/1.png"))).token_ids
     start = "<system>You look at pictures.</system><user>"
+    from transformers import AutoTokenizer
+
     assert AutoTokenizer.from_pretrained(MODEL).decode(list(ids)) == start + known
 
 
