@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
 from router_under_test import Reply, RouterUnderTest, router, until
@@ -16,6 +15,9 @@ from scripted_worker import Exchange, scripted_worker, scripted_workers
 from simulated_workers import simulated_workers
 
 from simulator.worker import SimulatedWorkerSettings
+
+if TYPE_CHECKING:  # its import takes a second, which only the process of these tests needs
+    import anthropic
 
 MODEL, ADAPTER, BLOCK = "simulated", "poet", 16
 
@@ -35,6 +37,8 @@ async def routed() -> AsyncIterator[RouterUnderTest]:
 
 @pytest.fixture
 async def claude(routed: RouterUnderTest) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    import anthropic
+
     async with anthropic.AsyncAnthropic(base_url=routed.url, api_key="none", max_retries=0, timeout=20) as client:
         yield client
 
@@ -156,6 +160,8 @@ async def test_count_tokens_counts_message(claude: anthropic.AsyncAnthropic) -> 
 
 
 async def test_anthropic_client_raises_typed_errors(routed: RouterUnderTest, claude: anthropic.AsyncAnthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="does not exist") as unknown:
         await claude.messages.create(model="nobody", max_tokens=1, messages=[{"role": "user", "content": "hi"}])
     body = unknown.value.body
@@ -169,6 +175,8 @@ async def test_anthropic_client_raises_typed_errors(routed: RouterUnderTest, cla
 
 
 async def test_broken_message_stream_raises_error() -> None:
+    import anthropic
+
     async def script(exchange: Exchange) -> None:
         await exchange.begin_chunks()
         delta = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "a"}}
