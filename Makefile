@@ -20,7 +20,7 @@ PAIR_TABLE ?=
 
 .PHONY: audit fuzz release-check
 .PHONY: demo native test test-sanitize test-compiled compiled test-api-server test-cluster test-engine test-engine-pd test-engine-pools test-engine-pull test-engine-sglang test-alerts test-browser test-clients test-docs test-dynamo test-envoy test-helm test-install test-ray test-replicas test-same-choice test-transfer chart-docs docs-reference lint
-.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-instructions bench-light-load bench-overload bench-placement bench-policy bench-programs bench-pool bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-realtime-flood bench-transfer bench-replicas bench-processes bench-reporter bench-selection bench-service-levels
+.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-instructions bench-light-load bench-overload bench-placement bench-policy bench-programs bench-pool bench-tokenize bench-tokens-in bench-faults bench-chaos bench-discovery bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-realtime-flood bench-transfer bench-replicas bench-processes bench-reporter bench-selection bench-service-levels
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
@@ -252,6 +252,10 @@ test-api-server: .venv/installed .venv/helm-test
 # is made on this machine and removed at the end: as root on Linux, some twelve minutes for the programs, once.
 test-cluster: .venv/installed .venv/helm-test .venv/redis
 	$(BIN)/python tests/cluster/run.py $(ARGS)
+
+# Two routers that discover 2,000 pods at a real API server, which `make test-cluster` has built.
+bench-discovery: .venv/installed .venv/helm-test
+	$(BIN)/python tests/cluster/scale.py $(ARGS)
 
 # The alert rules, by Prometheus' own tool: the one on PATH, or else that of Debian's package, unpacked.
 PROMTOOL := $(if $(shell command -v promtool),,.venv/prometheus)

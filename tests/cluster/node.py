@@ -153,7 +153,7 @@ def _is_ready(control_plane: ControlPlane) -> bool:
 
 def _wait(condition: object, problem: str, programs: Programs) -> None:
     assert callable(condition)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while not condition():
         programs.check()
         if time.monotonic() > deadline:

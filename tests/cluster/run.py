@@ -29,6 +29,8 @@ _SYSCTLS = "vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oo
 _SYSCTLS += " kernel/keys/root_maxkeys kernel/keys/root_maxbytes"
 SYSCTL_FILES = [Path("/proc/sys") / name for name in _SYSCTLS.split()]
 CGROUPS = Path("/sys/fs/cgroup")
+# The weight of all pods together, which would otherwise have that of one process of the machine.
+CPU_WEIGHTS = {"cpu.shares": "16384", "cpu.weight": "2000"}
 HELM = "helm.sh/helm/v3/cmd/helm@v3.19.4"
 _INSIDE = "--inside"  # The process in the namespaces: its folder and its cgroup follow.
 
@@ -75,6 +77,9 @@ def cgroup() -> Iterator[str]:
         roots = [each for each in CGROUPS.iterdir() if (each / "cgroup.procs").exists()]
     for root in roots:
         (root / name).mkdir()
+        for file, weight in CPU_WEIGHTS.items():
+            if (root / name / file).exists():
+                (root / name / file).write_text(weight)
     try:
         yield name
     finally:

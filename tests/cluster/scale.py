@@ -1,4 +1,4 @@
-"""Two routers that discover thousands of pods, which are written to a real API server: python tests/cluster/scale.py.
+"""Two routers that discover thousands of pods, which are written to a real API server: `make bench-discovery`.
 
 It prints how long discovery takes, and what it costs in processor time, memory and bytes from the API server. The pods
 run nowhere: the router's probes of them are refused on loopback.
