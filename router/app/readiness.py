@@ -15,8 +15,9 @@ class Readiness:
     """The readiness of the router. It depends on the workers, and at first also on the index.
 
     The index counts as complete once it has all events of the workers that answer, or after `patience` seconds, because
-    a stream may be unreachable. `stopping` is set when the router is asked to stop. It still serves requests then, but
-    should receive no new ones.
+    a stream may be unreachable. A router that may be ready without workers waits as long for its first one, because it
+    refuses models that it does not know yet. `stopping` is set when the router is asked to stop. It still serves
+    requests then, but should receive no new ones.
     """
 
     def __init__(self, fleet: Fleet, indexer: Indexer, patience: float, without_workers: bool = False) -> None:
@@ -35,13 +36,16 @@ class Readiness:
             return "shutting down"
         up = {worker.url for worker in self._fleet.generating if worker.up}
         if not up:
-            return None if self._without_workers else "no worker answers"
+            return None if self._without_workers and self._has_waited() else "no worker answers"
         if not self._caught_up:
-            if self._waiting_since is None:
-                self._waiting_since = time.monotonic()
-            waited = time.monotonic() - self._waiting_since
-            self._caught_up = waited >= self._patience or self._index_caught_up(up)
+            self._caught_up = self._has_waited() or self._index_caught_up(up)
         return None if self._caught_up else "the index is catching up"
+
+    def _has_waited(self) -> bool:
+        """Return whether the first question of what is missing is `patience` seconds old."""
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        return time.monotonic() - self._waiting_since >= self._patience
 
     def _index_caught_up(self, workers: set[str]) -> bool:
         followed = (

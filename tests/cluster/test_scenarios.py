@@ -93,6 +93,7 @@ def finish(load: Load, rows: Rows, what: str) -> Report:
     """End a load after some more answers, and add its row to the table."""
     load.wait_for_answers(20)
     report = load.stop()
+    print(*report.failures, sep="\n")  # whole, which a failed assertion's message is not
     rows.append((what, report.sent, report.lost))
     return report
 

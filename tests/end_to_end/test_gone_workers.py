@@ -258,7 +258,7 @@ async def demand(routed: RouterUnderTest) -> float:
 
 async def test_requests_wait_for_first_worker_of_model() -> None:
     async with router(**cold()) as routed:
-        assert (await routed.call("/ready")).status == 200
+        await until(lambda: routed.call("/ready"), lambda reply: reply.status == 200)
         assert await demand(routed) == 0
         models = ("simulated", "small", "simulated")
         waiting = [asyncio.create_task(routed.call("/v1/completions", REQUEST | {"model": each})) for each in models]
