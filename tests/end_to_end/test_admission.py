@@ -548,8 +548,8 @@ async def test_full_queue_drops_late_requests_first() -> None:
 
 
 @pytest.mark.parametrize("policy", ["kv_aware", "least_loaded"])
-async def test_late_binding_is_optional_and_only_for_kv_aware(policy: str) -> None:
-    async with busy_fleet(policy, late_binding=policy != "kv_aware") as (_, requests, scripts):
+async def test_without_limits_late_binding_is_optional_and_only_for_kv_aware(policy: str) -> None:
+    async with busy_fleet(policy, late_binding=policy != "kv_aware", requests=None) as (_, requests, scripts):
         requests.send("third", tokens=LONG, stream=True)
         await until_sent("third", scripts)
 
