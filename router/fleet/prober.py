@@ -26,8 +26,16 @@ log = structlog.get_logger()
 
 # Failed probes in a row after which a worker is down: one late answer of a busy worker is not a failure.
 FAILED_PROBES = 3
+# The most workers that are down and are asked in a second, because each refusal uses the event loop for a while.
+_RETRIES_A_SECOND = 200.0
 # Where engines have their Prometheus metrics, if not at /metrics, by the engine of their pod's label.
 _METRICS_PATHS: Final = {"trtllm-serve": "/prometheus/metrics"}
+
+
+def retry_seconds(fleet: Fleet, interval: float) -> float:
+    """Return the seconds until a worker that is down is asked again: `interval`, or more if very many are down."""
+    down = sum(not worker.up for worker in fleet.workers)
+    return max(interval, down / _RETRIES_A_SECOND)
 
 
 class Prober:
@@ -90,7 +98,8 @@ class Prober:
         while True:
             well = worker.up and not worker.failed_probes
             try:
-                async with asyncio.timeout(self._settings.probe_interval if well else retry):
+                seconds = self._settings.probe_interval if well else retry_seconds(self._fleet, retry)
+                async with asyncio.timeout(seconds):
                     await worker.probe_now.wait()
                 worker.probe_now.clear()
                 since = clock() - probed if worker.up else 0.0
@@ -177,7 +186,8 @@ class MetricsScraper:
         """Scrape a worker at intervals until the task is cancelled."""
         while True:
             await self._scrape(worker)
-            await asyncio.sleep(self._settings.metrics_interval)
+            seconds = self._settings.metrics_interval
+            await asyncio.sleep(seconds if worker.up else retry_seconds(self._fleet, seconds))
 
     async def _scrape(self, worker: Worker) -> None:
         """Scrape a worker once. An answer with any status is a sign of life."""

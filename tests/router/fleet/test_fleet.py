@@ -20,7 +20,7 @@ from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.build import FleetWatch
 from router.fleet.discovery import ServedModel
 from router.fleet.fleet import Fleet
-from router.fleet.prober import FAILED_PROBES
+from router.fleet.prober import FAILED_PROBES, retry_seconds
 from router.fleet.worker import Worker
 from router.settings import FleetSettings, WorkerSettings
 from worker import ZmqEventPublisher
@@ -260,3 +260,16 @@ async def test_added_worker_is_watched(server: WorkerServer, watched: Watched) -
     (watched.worker,) = watched.fleet.workers
     await until(lambda: watched.worker.up)
     assert watched.worker.source == "api"
+
+
+def test_workers_that_are_down_are_asked_less_often_if_very_many_are(indexer: Indexer) -> None:
+    settings = [WorkerSettings.model_validate({"url": f"http://127.0.0.1:{port}"}) for port in range(1, 1001)]
+    fleet = Fleet(settings, FleetSettings(), indexer)
+    assert retry_seconds(fleet, 1.0) == 5.0
+    assert retry_seconds(fleet, 10.0) == 10.0
+    for worker in fleet.workers[900:]:
+        worker.problem = None
+    assert retry_seconds(fleet, 1.0) == 4.5
+    for worker in fleet.workers[100:900]:
+        worker.problem = None
+    assert retry_seconds(fleet, 1.0) == 1.0
