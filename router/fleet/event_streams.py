@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import msgspec
 import structlog
@@ -92,6 +93,12 @@ class WorkerStreams:
         self._indexer.suspend(worker.targets, False)
 
 
+@lru_cache(maxsize=1 << 14)
+def _names_of(name: str, url: str) -> set[str]:
+    """Return the names of a worker. They are read again after each change of the fleet."""
+    return {name, url, url.partition("://")[2].partition("/")[0], host_of(url)}
+
+
 class PublisherNames:
     """The names by which publishers that connect may call their workers: names, URLs, and addresses of one worker."""
 
@@ -107,8 +114,7 @@ class PublisherNames:
         self._version = self._fleet.version
         names: dict[str, str | None] = {}
         for worker in self._fleet.workers:
-            netloc = worker.url.partition("://")[2].partition("/")[0]
-            for name in {worker.name, worker.url, netloc, host_of(worker.url)}:
+            for name in _names_of(worker.name, worker.url):
                 names[name] = worker.url if names.setdefault(name, worker.url) == worker.url else None
         self._indexer.pods = {name: url for name, url in names.items() if url is not None}
 

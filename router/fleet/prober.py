@@ -116,12 +116,15 @@ class Prober:
         if worker.up and worker.failed_probes < FAILED_PROBES:
             return
         worker.note_refusal()
-        worker.problem = problem
+        is_known, worker.problem = worker.problem == problem, problem
         worker.health.move_waiting()
         if self._fleet.at(worker.url) is not worker:
             return
         self._streams.suspend(worker)
-        self._fleet.changed()
+        if is_known:
+            self._fleet.notify_change()
+        else:
+            self._fleet.changed()
 
     def answered(self, worker: Worker, description: WorkerDescription) -> None:
         """Apply the description of a worker that is up, and register its streams."""

@@ -273,3 +273,11 @@ def test_workers_that_are_down_are_asked_less_often_if_very_many_are(indexer: In
     for worker in fleet.workers[100:900]:
         worker.problem = None
     assert retry_seconds(fleet, 1.0) == 1.0
+
+
+async def test_a_worker_that_stays_down_changes_nothing(server: WorkerServer, watched: Watched) -> None:
+    await server.stop()
+    await until(lambda: not watched.worker.up)
+    version, failed = watched.fleet.version, watched.worker.failed_probes
+    await until(lambda: watched.worker.failed_probes >= failed + 3)
+    assert watched.fleet.version == version
