@@ -113,6 +113,12 @@ class HitAudit:
             self.distrusted.discard(cache)
             self.shortened.discard(cache)
 
+    def forget_sent(self, target: Target) -> None:
+        """Forget the prompts that a target answered, because its cache was cleared."""
+        cache = self.caches.find(target)
+        if cache is not None:
+            self._sent_prefixes.forget(cache)
+
     def answered(self, cache: TargetCache, prediction: CachePrediction, usage: Usage | None) -> None:
         """Compare an answer of a target with its prediction. `usage`: None if the worker reports no token counts."""
         if cache.removed:

@@ -339,7 +339,7 @@ def _no_peers(_: str, __: int) -> PeerTargetLoad:
     return NOTHING
 
 
-def _nothing(_: str, __: int) -> float:
+def _no_sessions(_: str, __: int) -> float:
     return 0.0
 
 
@@ -357,7 +357,7 @@ class LoadTable:
         self.on_change: list[Callable[[str, int], None]] = []
         self.journal = LoadJournal()
         self.peers_of: Callable[[str, int], PeerTargetLoad] = _no_peers
-        self.live_of: Callable[[str, int], float] = _nothing
+        self.live_of: Callable[[str, int], float] = _no_sessions
         self._slots = 0
         self._loads: dict[tuple[str, int], TargetLoad] = {}
 

@@ -249,8 +249,10 @@ class CandidateFinder:
             view = targets.view = LoadView(
                 targets.ranks, self._load, self._learned, self._policy, targets.prefill_share, self._index, sessions
             )
-            for rank in targets.ranks:
-                rank.load.limit.discovered(self._memory_of(rank.worker))
+            for worker, ranks in targets.of_worker.items():
+                memory = self._memory_of(worker)
+                for rank in ranks:
+                    rank.load.limit.discovered(memory)
         view.update(now)
         owner = self._responses.get(prompt.stored) if prompt.stored else None
         if owner is None:

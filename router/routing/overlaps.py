@@ -186,8 +186,7 @@ class OverlapFinder:
         while cleared:
             target = cleared.pop()  # one by one, because a thread adds to the set meanwhile
             self._in_flight_prefixes.forget_ended(target)
-            if (cache := self._audit.caches.find(target)) is not None:
-                self._sent_prefixes.forget(cache)
+            self._audit.forget_sent(target)
 
     def _matches(
         self, rows: TargetRows, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None

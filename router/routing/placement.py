@@ -42,7 +42,6 @@ class Placement:
         self._in_flight_prefixes = state.in_flight_prefixes
         self._learned = state.learned
         self._predictions = state.learned.predictions
-        self._sent_prefixes = state.sent_prefixes
         self._audit = state.audit
         self._sharing = state.sharing
         self._running = state.running
@@ -303,7 +302,7 @@ class Placement:
         for target in worker.targets:
             self._in_flight_prefixes.forget(target)
             self._sharing.peer_load.forget_prompts(target)
-        self._forget_sent(worker)
+            self._audit.forget_sent(target)
         self._audit.remove(worker.url, kept=worker.targets)
         self._state.gate.sessions.forget(worker.targets)
 
@@ -311,7 +310,7 @@ class Placement:
         """Forget what a worker was sent, because it has a new process. Its requests in flight count."""
         for target in worker.targets:
             self._in_flight_prefixes.forget_ended(target)
-        self._forget_sent(worker)
+            self._audit.forget_sent(target)
         self._state.gate.sessions.forget(worker.targets)
 
     def removed(self, worker: Worker) -> None:
@@ -323,11 +322,6 @@ class Placement:
         for target in worker.targets:
             self._in_flight_prefixes.forget(target)
         self._audit.remove(worker.url)
-
-    def _forget_sent(self, worker: Worker) -> None:
-        for cache in self._audit.caches:
-            if cache.target.worker == worker.url:
-                self._sent_prefixes.forget(cache)
 
 
 def _end_call(call: Call, attempt: Attempt, failed: bool) -> None:

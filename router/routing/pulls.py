@@ -220,5 +220,6 @@ class Pulls:
 
     def _paused(self, target: Target) -> bool:
         cache = self._caches.find(target)
-        failed = cache is not None and cache.failed_pulls >= _FAILURES
-        return cache is not None and failed and self._clock() - cache.pull_failed_at < _PAUSE_SECONDS
+        if cache is None or cache.failed_pulls < _FAILURES:
+            return False
+        return self._clock() - cache.pull_failed_at < _PAUSE_SECONDS

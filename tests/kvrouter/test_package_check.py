@@ -44,13 +44,8 @@ def module(folder: Path, name: str) -> Path:
     return folder / f"{name}.py"
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        *((package, name) for name in ("router", "indexer", "worker", "simulator", "kvevents", "http_api")),
-        (module, "router"),
-    ],
-)
+@pytest.mark.parametrize("make", [package, module])
+@pytest.mark.parametrize("name", ["router", "indexer", "worker", "simulator", "kvevents", "http_api"])
 def test_foreign_package_is_named_with_both_paths(tmp_path: Path, make: Callable[[Path, str], Path], name: str) -> None:
     foreign = make(tmp_path, name)
     status, output = run([*AS_MODULE, *SERVE], tmp_path)
@@ -83,11 +78,16 @@ def test_foreign_package_in_working_directory_is_detected(tmp_path: Path) -> Non
     assert str(foreign) in done.stderr
 
 
-def test_folders_without_package_and_linked_own_packages_are_accepted(tmp_path: Path) -> None:
-    for name in ("router", "indexer"):
+def test_folder_without_package_is_ignored(tmp_path: Path) -> None:
+    for name in ("router", "indexer", "worker", "kvevents"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("")
-    for name in ("worker", "kvevents"):
+    status, output = run([*AS_MODULE, "serve", "--worker=nonsense"], tmp_path)
+    assert (status, output.startswith("kvrouter: --worker: ")) == (1, True)
+
+
+def test_linked_own_packages_are_accepted(tmp_path: Path) -> None:
+    for name in ("router", "indexer", "worker", "kvevents"):
         (tmp_path / name).symlink_to(OURS / name)
     status, output = run([*AS_MODULE, "serve", "--worker=nonsense"], tmp_path)
     assert (status, output.startswith("kvrouter: --worker: ")) == (1, True)
@@ -104,6 +104,7 @@ def test_answers_do_not_wait_for_acknowledgements() -> None:
 # Allocates and frees sixteen bodies at a time, and prints the pages mapped in the second round.
 _BODIES = """
 import resource
+from router.server.serving import keep_freed_memory
 {prepare}
 def bodies():
     for _ in range(200):
@@ -124,6 +125,4 @@ def pages_mapped(prepare: str) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
 def test_freed_memory_is_kept_for_next_bodies() -> None:
-    assert (
-        pages_mapped("from router.server.serving import keep_freed_memory; keep_freed_memory()") < pages_mapped("") / 10
-    )
+    assert pages_mapped("keep_freed_memory()") < pages_mapped("") / 10
