@@ -16,7 +16,7 @@ import trustme
 from envoy_client import DESTINATION, METHOD, EnvoyStream, Mode, headers, set_headers, streamed
 from grpc_call import channel_to
 from picker_under_test import BODY, JSON, PATH, STREAM, PickerUnderTest, picker
-from router_under_test import QUICK, until
+from router_under_test import QUICK, RouterUnderTest, until
 from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker, scripted_workers
 
 from router.auth import hashed_key
@@ -40,6 +40,17 @@ async def worker() -> AsyncIterator[ScriptedWorker]:
 # Objectives
 
 
+async def queued_by_objective(asked: PickerUnderTest, side: RouterUnderTest) -> dict[str, EnvoyStream]:
+    """Send a request of each objective, the lowest priority first, and return them once all wait."""
+    waiting: dict[str, EnvoyStream] = {}
+    for number, objective in enumerate(("unknown", "standard", "premium"), 1):
+        stream = waiting[objective] = asked.stream()
+        await stream.head(PATH, JSON, (OBJECTIVE, objective))
+        await stream.body(BODY)
+        await side.until_queued(number)
+    return waiting
+
+
 async def test_objective_with_higher_priority_is_routed_first(worker: ScriptedWorker) -> None:
     """InferenceObjectives count upwards, requests of engines downwards."""
     async with (
@@ -52,12 +63,7 @@ async def test_objective_with_higher_priority_is_routed_first(worker: ScriptedWo
     ):
         asked = PickerUnderTest(side, channel, [])
         first, _ = await asked.routed()
-        waiting: dict[str, EnvoyStream] = {}
-        for number, objective in enumerate(("unknown", "standard", "premium"), 1):
-            stream = waiting[objective] = asked.stream()
-            await stream.head(PATH, JSON, (OBJECTIVE, objective))
-            await stream.body(BODY)
-            await side.until_queued(number)
+        waiting = await queued_by_objective(asked, side)
         before = first
         for objective in ("premium", "standard", "unknown"):
             await before.finish()
@@ -81,12 +87,7 @@ async def test_objective_with_higher_priority_is_routed_first_if_the_limit_compu
         asked = PickerUnderTest(side, channel, [])
         running = [(await asked.routed())[0], (await asked.routed())[0]]
         await side.until_metric(1.0, "kvrouter_saturation", cause="slots")  # one runs, and one waits in the engine
-        waiting: dict[str, EnvoyStream] = {}
-        for number, objective in enumerate(("unknown", "standard", "premium"), 1):
-            stream = waiting[objective] = asked.stream()
-            await stream.head(PATH, JSON, (OBJECTIVE, objective))
-            await stream.body(BODY)
-            await side.until_queued(number)
+        waiting = await queued_by_objective(asked, side)
         worker.metrics = metrics % (1, 0)
         for objective in ("premium", "standard", "unknown"):
             await running.pop(0).finish()
